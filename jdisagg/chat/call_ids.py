@@ -31,9 +31,9 @@ def call_id(form: str | None, name: str, number: int, identity: str) -> str:
 def with_ids(messages: Sequence[ChatMessage], form: str | None) -> Sequence[ChatMessage]:
     """Adds ids to the tool calls of a conversation, for a chat template that requires ids.
 
-    Each call without an id gets one. For Mistral, ids in another form are replaced. A tool result
-    without an id gets the id of the earliest call without a result. If the template of the format
-    `form` requires no ids, returns the messages unchanged."""
+    For Mistral, ids in another form are replaced. A tool result without an id gets the id of the
+    earliest call without a result. If the template of the format `form` requires no ids, returns
+    the messages unchanged."""
     if form not in (MISTRAL, KIMI):
         return messages
     made: list[ChatMessage] = []

@@ -69,8 +69,7 @@ def _object(value: object) -> Json:
 
 
 def _moved(schema: object, where: str) -> object:
-    """Returns a copy of a JSON schema that is to be put into another schema, at the path `where`.
-    References within the schema (`$ref`) are adapted to the path."""
+    """References within the schema (`$ref`) are adapted to the path."""
     if isinstance(schema, list):
         return [_moved(one, where) for one in schema]
     if not isinstance(schema, Mapping):

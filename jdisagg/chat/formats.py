@@ -29,7 +29,6 @@ AUTO, NONE = "auto", "none"
 
 
 def _with(parser: type[ToolParser], **marks: object) -> type[ToolParser]:
-    """Returns the parser of a format that differs from another one only in its markers."""
     return type(parser.__name__, (parser,), marks)
 
 
@@ -144,7 +143,6 @@ class AnswerFormat:
         Args:
             tool_parser: Name of the format of tool calls. "auto" detects it, and "none" disables
                 parsing.
-            reasoning_parser: Name of the format of reasoning, "auto" or "none".
 
         Raises:
             ConfigError: A name is unknown.

@@ -6,9 +6,7 @@ answer has a header with its channel.
 
 The prompt ends within the first header. A part in the channel `analysis` is reasoning. Parts in
 other channels (`final`, `commentary`) are content. A part with the recipient `functions.NAME` is a
-tool call if there is such a tool. If there is none, the channel decides, as for a part without a
-recipient. Channel and recipient may be in either order. Successive parts of the same kind are
-joined with newlines. Text without a header is content."""
+tool call if there is such a tool."""
 
 import re
 from collections.abc import Callable, Collection
@@ -37,7 +35,6 @@ class HarmonyParser:
 
     Args:
         tools: Names of the tools that the model may call. If it is empty, no part is a tool call.
-        thinking: Whether the prompt ends within reasoning.
     """
 
     def __init__(self, tools: Collection[str] = (), *, thinking: bool = False) -> None:
@@ -83,7 +80,6 @@ class HarmonyParser:
         return AnswerDelta(found.content, reasoning, found.calls)
 
     def _beginning(self) -> bool:
-        """Reads the rest of the header that began in the prompt. It may begin with a recipient."""
         text = self._text.lstrip(" ")
         if len(self._text) - len(text) <= LONGEST_HEADER and _TO.startswith(text[: len(_TO)]):
             if len(text) < len(_TO):
@@ -152,7 +148,6 @@ class HarmonyParser:
             self._parted = ""
 
     def _end_of_body(self, *, complete: bool = False) -> None:
-        """Ends a part. `complete` is whether a marker ended it, and not the end of the text."""
         if self._say == self._argue:
             if self._value is None:
                 self._found.add_arguments("{}")
@@ -161,7 +156,7 @@ class HarmonyParser:
         self._say = self._found.say
 
     def _argue(self, text: str) -> None:
-        """Emits arguments. Drops text after the end of their JSON, such as a bracket too many."""
+        """Drops text after the end of their JSON, such as a bracket too many."""
         if self._value is None and text.strip():
             text, self._value = text.lstrip(), JsonValue()
         if (value := self._value) is not None:
@@ -172,9 +167,6 @@ class HarmonyParser:
         self._reasoning.append(text)
 
     def _until(self, markers: tuple[str, ...]) -> tuple[str, str]:
-        """Consumes the text up to and including the first marker. Returns the text before the
-        marker, and the marker. If no marker has arrived, the marker is "", and an end of the text
-        that may be the beginning of a marker is not consumed."""
         found = [(at, marker) for marker in markers if (at := self._text.find(marker)) >= 0]
         at, marker = min(
             found, default=(len(self._text) - beginning_held(self._text, *markers), "")

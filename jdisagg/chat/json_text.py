@@ -25,10 +25,8 @@ class JsonValue:
     The end of a number, `true`, `false` or `null` is known only when the next character arrives.
 
     Attributes:
-        ended: Whether the value has ended.
         broken: Whether a bracket does not match, or a semicolon or a code fence follows, which
             separate calls. This character is not part of the value.
-        in_string: Whether the next character is in a string.
     """
 
     def __init__(self) -> None:
@@ -88,13 +86,11 @@ class JsonValue:
         return ("\\" if escaped else "") + _encode(character).decode()[1:-1]
 
     def _missing(self) -> str:
-        """Returns the value of a key that has none."""
         if self._last == '"' and self._is_key:
             return ": null"
         return " null" if self._last == ":" else ""
 
     def ends_before(self, character: str) -> bool:
-        """Returns whether a number, `true`, `false` or `null` ends before `character`."""
         bare = self._last and not self.in_string and not self._open
         return bool(bare) and character in ",}]" + SPACE
 

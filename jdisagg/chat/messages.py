@@ -28,8 +28,7 @@ Content = str | tuple[str | ChatImage, ...] | None
 class ToolChoice(enum.Enum):
     """Whether the model may call tools.
 
-    AUTO: the model may call tools. NONE: it may not. REQUIRED: it must call a tool, which a grammar
-    enforces (`jdisagg.chat.forced_calls`)."""
+    REQUIRED: it must call a tool, which a grammar enforces (`jdisagg.chat.forced_calls`)."""
 
     AUTO = "auto"
     NONE = "none"
@@ -77,7 +76,6 @@ class ChatTool:
     """A function that the model may call.
 
     Attributes:
-        parameters: JSON schema of the arguments.
         returns: Description of the result, for chat templates that include this in the prompt.
         strict: Whether a forced call must follow the whole schema.
         enforced: Schema for forced calls without the patterns that no grammar can enforce, or None

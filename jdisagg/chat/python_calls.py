@@ -21,8 +21,6 @@ class PythonParser(JsonToolParser):
     have calls in JSON.
 
     Attributes:
-        OPENING: The bracket before the arguments.
-        PREFIX: Text before the name.
         QUOTES: Marks around strings. A mark that begins with another one is first.
         PLAIN_QUOTE: The mark around strings that have no escapes.
     """
@@ -61,7 +59,6 @@ class PythonParser(JsonToolParser):
             self._found.add_arguments(self._value.rest())
 
     def _token(self) -> bool:
-        """Reads what follows outside strings. Returns whether more may be read."""
         text, mark = self._text, self._mark_at(0)
         longer = any(quote != text and quote.startswith(text) for quote in self.QUOTES)
         if mark is None or (longer and not self._last):
@@ -96,7 +93,6 @@ class PythonParser(JsonToolParser):
             self._write(as_json(word, ANY))
 
     def _in_string(self) -> bool:
-        """Reads the next part of a string. Returns whether more may be read."""
         text, quote = self._text, self._quote
         escape = quote if quote == self.PLAIN_QUOTE else "\\"
         places = [at for mark in (quote, escape) if (at := text.find(mark)) >= 0]

@@ -27,9 +27,7 @@ class Thinker(Protocol):
 class CountingParser:
     """Wraps a parser and counts the reasoning tokens of the answer.
 
-    The parser gets the text of one token at a time. The token is counted if the parser is then
-    inside reasoning. While the parser has not decided whether reasoning begins, tokens are counted
-    later. `tokens` is the count, or None if the parser does not report reasoning."""
+    `tokens` is the count, or None if the parser does not report reasoning."""
 
     def __init__(self, parser: AnswerParser) -> None:
         self.parser = parser

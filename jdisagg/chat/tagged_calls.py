@@ -98,8 +98,6 @@ class TaggedParser(ToolParser):
         return True
 
     def _argument(self, key: str) -> tuple[str, Allowed]:
-        """Returns the name and the allowed types of an argument. `key` is the text before
-        KEY_END."""
         key = _bare(key)
         return key, allowed_of(self._schema, key)
 
@@ -130,8 +128,7 @@ class TaggedParser(ToolParser):
 
     def _ends_call(self, mark: re.Match[str]) -> bool | None:
         """Returns whether an end marker within an argument ends the call, and is not part of the
-        argument: at the beginning of a line, or if only other markers or nothing follows. None if
-        this is not known yet."""
+        argument: at the beginning of a line, or if only other markers or nothing follows."""
         text, at = self._text, mark.start()
         if text[at - 1 : at] == "\n" or (at == 0 and not self._passed and not self._pieces):
             return True
@@ -145,9 +142,8 @@ class TaggedParser(ToolParser):
         return None if any(marker.startswith(rest) for marker in self._marks) else False
 
     def _pass_on(self, end: int) -> bool:
-        """Emits the received part of a string argument, up to `end` at most. Holds back its end if
-        this may be the beginning of a text that ends the argument, or a line break before it. Parts
-        of other arguments are stored until the argument is complete. Returns as `_step`."""
+        """Holds back its end if this may be the beginning of a text that ends the argument, or a
+        line break before it."""
         ends = (self.VALUE_END, *self._next_keys, *self._closers)
         held = beginning_held(self._text, *ends) if end == len(self._text) else 0
         certain = len(self._text[: end - held].removesuffix("\n"))
@@ -211,7 +207,6 @@ class DeepSeekTaggedParser(MiniMaxParser):
 
 
 def _bare(name: str) -> str:
-    """Returns a name without white space and quotation marks around it."""
     return name.strip().strip("\"'")
 
 

@@ -6,8 +6,7 @@ call's name has arrived. If this text is not a call of one of the tools, it beco
 is, the arguments are emitted as the model generates them.
 
 Any marker of the format outside a string ends a value, a call and a section, because models forget
-brackets and end markers. Text after a call that only repeats closing brackets or end markers is
-dropped."""
+brackets and end markers."""
 
 from collections.abc import Collection
 from enum import Enum, auto
@@ -34,9 +33,6 @@ class State(Enum):
 class ToolParser:
     """Base class of the parsers for tool calls. It stores text that is not yet parsed, and `_step`
     consumes as much of it as possible.
-
-    Args:
-        tools: Names of the tools that the model may call.
 
     Attributes:
         SECTION, SECTION_END: Markers around all calls, or "".
@@ -86,7 +82,6 @@ class ToolParser:
         return self._found.before_call
 
     def _step(self) -> bool:
-        """Consumes some of the stored text. Returns whether another call may consume more."""
         match self._state:
             case State.WORDS:
                 return self._words()
@@ -100,12 +95,9 @@ class ToolParser:
                 return self._behind()
 
     def _head(self) -> bool:
-        """Reads the name of a call. Returns as `_step`."""
         raise NotImplementedError
 
     def _name(self, before: str, after: str) -> str:
-        """Returns the name that the model generated in the head of a call, or "" if it is invalid.
-        `before` and `after` are the texts before and after SEPARATOR."""
         raise NotImplementedError
 
     def _words(self) -> bool:
@@ -161,15 +153,12 @@ class ToolParser:
         return True
 
     def _another(self, text: str) -> bool:
-        """Returns whether the text after a call begins another call, without a marker."""
         return False
 
     def _resolved(self, name: str) -> str:
         return resolved(name, self._tools)
 
     def _mark_at(self, at: int) -> bool | None:
-        """Returns whether a marker is at this place of the stored text. None if this is not
-        known yet."""
         if self._text[at] not in self._firsts:
             return False
         if any(self._text.startswith(marker, at) for marker in self._marks):
@@ -178,8 +167,6 @@ class ToolParser:
         return None if any(marker.startswith(rest) for marker in self._marks) else False
 
     def _read_head(self, text: str | None, opening: str = "{") -> bool:
-        """Reads a head that ends where the arguments open, or at a marker if the call has no
-        arguments. `text` is None if there is no head. Returns as `_step`."""
         shown = text or ""
         ends = [at for end in (opening, *self._marks) if (at := shown.find(end)) >= 0]
         if self._last and self.SEPARATOR and self.SEPARATOR in shown:
@@ -201,8 +188,6 @@ class ToolParser:
         return True
 
     def _arguments(self) -> bool:
-        """Reads the arguments of a call, which end with their JSON or at a marker. Returns as
-        `_step`."""
         value, written, at = self._value, [], 0
         while at < len(self._text) and not value.ended:
             mark = not value.in_string and self._mark_at(at)
@@ -220,14 +205,10 @@ class ToolParser:
         return value.ended
 
     def _after_space(self, space: str | None = None) -> str | None:
-        """Returns the text after leading white space, or after leading characters of `space`.
-        Returns None if there are more than `LONGEST_SPACE` of them."""
         text = self._text.lstrip(space)
         return text if len(self._text) - len(text) <= LONGEST_SPACE else None
 
     def _say_until(self, *markers: str) -> str:
-        """Emits content up to the first marker in `markers`. Consumes and returns the marker, or
-        returns "" if no marker has arrived."""
         found = [(at, marker) for marker in markers if (at := self._text.find(marker)) >= 0]
         if found:
             at, marker = min(found)

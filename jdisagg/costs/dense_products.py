@@ -18,7 +18,6 @@ class Product:
 
     Attributes:
         flops, activation_bytes: FLOP, and bytes of inputs and results, for one token.
-        columns: Number of columns of the result on one device.
     """
 
     flops: float

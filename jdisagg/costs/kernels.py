@@ -85,9 +85,8 @@ class Kernels:
         return sum(self.acceptance**draft for draft in range(self.draft_tokens + 1))
 
     def tiled(self, tokens: float, columns: float) -> float:
-        """Accounts for the time lost in partial waves of tiles. Returns the number of tokens that
-        fully used multiprocessors could compute in the time of a product of `tokens` tokens. The
-        result is at least `tokens`."""
+        """Returns the number of tokens that fully used multiprocessors could compute in the time of
+        a product of `tokens` tokens. The result is at least `tokens`."""
         if not self.multiprocessors:
             return tokens
         at_once, best = self.multiprocessors, math.inf
@@ -99,9 +98,8 @@ class Kernels:
     def waited_for(
         self, sequences: float, context_tokens: float, longest: float, heads: float
     ) -> float:
-        """Accounts for the time in which multiprocessors are idle during decode attention. Returns
-        the number of context tokens that fully used multiprocessors could read in this time. The
-        result is `context_tokens` if the work is split evenly.
+        """Returns the number of context tokens that fully used multiprocessors could read in the
+        time of decode attention. The result is `context_tokens` if the work is split evenly.
 
         With `whole_contexts` the result is the lesser of two upper bounds. Graham's bound for list
         scheduling ("Bounds on multiprocessing timing anomalies", 1969) is an even share plus the

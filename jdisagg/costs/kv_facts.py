@@ -18,7 +18,6 @@ class LinkUse:
     """How long a link needs for a prompt's KV, and how much of the link's bandwidth is used.
 
     Attributes:
-        peak: Nominal bytes per second of one link.
         share: Fraction of `reached` that the given rate of prompt tokens uses.
     """
 

@@ -21,12 +21,10 @@ class GroupedAttention(Message, frozen=True):
     Attributes:
       window: Number of positions that a token attends to in `windowed_layers` layers, including its
         own position.
-      gated: Whether a gate multiplies the output of the heads.
       full_kv_heads, full_head_dim: Number of kv heads and head size of the layers without a window;
         0 if all layers have `kv_heads` and `head_dim`.
       full_query_heads: Number of query heads of the layers without a window; 0 if this number is
         also `query_heads`.
-      head_gates: Whether a gate multiplies the output of each head.
       keys_are_values: Whether one matrix computes both keys and values, in the layers without a
         window, or in all layers if `full_kv_heads` is 0.
       indexed_layers: Number of layers with an indexer. An indexer has one query of `index_dim`
@@ -57,7 +55,6 @@ class GroupedAttention(Message, frozen=True):
 
     @property
     def mean_size(self) -> int:
-        """Mean of the head sizes of keys and values."""
         return (self.head_dim + self.value_size) // 2
 
     @property
@@ -88,15 +85,12 @@ class GroupedAttention(Message, frozen=True):
         return math.gcd(self.kv_heads, self.full_kv_heads)
 
     def parameters(self, width: int) -> int:
-        """Returns the number of attention parameters of a layer with these sizes. `width`: width of
-        the model."""
         keys = (1 + self.gated) * self.query_heads + self.kv_heads
         values = self.query_heads + self.made_heads - self.kv_heads
         gates = self.head_gates * self.query_heads
         return width * (self.head_dim * keys + self.value_size * values + gates)
 
     def index_parameters(self, width: int) -> int:
-        """Returns the number of parameters of an indexer."""
         return width * self.index_dim * (self.kv_heads + 1)
 
     @property
@@ -106,7 +100,6 @@ class GroupedAttention(Message, frozen=True):
 
     @property
     def kv_values(self) -> int:
-        """Number of KV values of one token in one layer."""
         return self.kv_heads * (self.head_dim + self.value_size)
 
 
@@ -143,7 +136,6 @@ class LatentAttention(Message, frozen=True):
 
     @property
     def unpacking_parameters(self) -> int:
-        """Number of parameters that expand the latent into keys and values."""
         return self.kv_rank * self.query_heads * (self.nope_dim + self.value_dim)
 
     @property
@@ -162,8 +154,6 @@ class Experts:
     inner width is `ffn`.
 
     Attributes:
-      shared_ffn: Inner width of the shared expert; 0 if the model has no shared expert.
-      shared_gate: Whether the shared expert has its own gate.
       latent: Width to which tokens are projected before the routed experts; 0 for none.
       groups_of_token: Largest number of expert groups that a token uses; 0 for no limit. Each group
         is placed on one host (node-limited routing, DeepSeek-V3, section 2.1.2).
@@ -185,7 +175,6 @@ class Experts:
             )
 
     def routed_width(self, width: int) -> int:
-        """Returns the input width of a routed expert. `width`: width of the model."""
         return self.latent or width
 
     def touched(self, tokens: float) -> float:
@@ -198,7 +187,6 @@ class ImageEncoder(Message, frozen=True):
     """Sizes of a vision encoder.
 
     Attributes:
-        parameters: Number of weights, which every device of an instance holds.
         patch_values: Number of values that the largest program needs for each patch.
         most_patches: Largest number of patches of an image.
         kept_rows: Number of image tokens whose activations a device keeps.
@@ -216,7 +204,6 @@ class CostGeometry:
 
     Attributes:
       layers: Number of layers. `expert_layers` of them have experts, and the others a dense ffn.
-      gated: Whether the ffn has a gate, hence three matrices instead of two.
       linear: Sizes of the layers with recurrence instead of attention, or None.
       without_mixer, without_ffn: Number of layers with neither attention nor recurrence, and number
         of layers without an ffn.
@@ -286,13 +273,10 @@ class CostGeometry:
 
     @property
     def kv_values(self) -> int:
-        """Number of KV values of one token in all layers."""
         own = sum(layers * kind.kv_values for kind, layers in self.attention_kinds)
         return own + self._index_values(GroupedAttention)
 
     def _index_values(self, kind: type[GroupedAttention | LatentAttention] | None = None) -> int:
-        """Returns the number of values of the indexers' keys of one token, in all layers with
-        attention of this kind."""
         attention = self.attention
         if kind is not None and not isinstance(attention, kind):
             return 0
@@ -302,7 +286,6 @@ class CostGeometry:
 
     @property
     def head_sizes(self) -> int:
-        """Sum of the head sizes over the layers with `GroupedAttention`."""
         kinds = self.attention_kinds
         return sum(
             layers * kind.mean_size for kind, layers in kinds if isinstance(kind, GroupedAttention)
@@ -310,12 +293,10 @@ class CostGeometry:
 
     @property
     def attention_layers(self) -> int:
-        """Number of layers with attention, which hold KV."""
         return self.layers - self.without_mixer - (self.linear.layers if self.linear else 0)
 
     @property
     def dense_layers(self) -> int:
-        """Number of layers with a dense feed-forward block."""
         return self.layers - self.without_ffn - self.expert_layers
 
     @property
@@ -329,16 +310,13 @@ class CostGeometry:
 
     @property
     def parameters(self) -> int:
-        """Total number of weights of the model."""
         return self._always_read + self._of_experts(self.experts.count if self.experts else 0)
 
     @property
     def active_parameters(self) -> int:
-        """Number of weights used for one token."""
         return self._always_read + self._of_experts(self.experts.active if self.experts else 0)
 
     def _of_experts(self, count: int) -> int:
-        """Returns the number of weights of all expert layers, with `count` routed experts each."""
         if not self.experts:
             return 0
         wide = self.experts.routed_width(self.width)
@@ -398,9 +376,9 @@ class CostGeometry:
         """Returns a pair for each layer type: the number of rows of one token's KV in all layers of
         this type, and the number of values in a row.
 
-        A codec stores one scale for each row. A row is a key or a value of one head, or in MLA the
-        vector that all heads share. If these differ in size, or if an indexer's keys are cached
-        too, they are cut into rows of one common size (`layout/kv_spec.py`)."""
+        A row is a key or a value of one head, or in MLA the vector that all heads share. If these
+        differ in size, or if an indexer's keys are cached too, they are cut into rows of one common
+        size (`layout/kv_spec.py`)."""
         rows = [
             (layers * kind.kv_values // kind.row_values, kind.row_values)
             for kind, layers in self.attention_kinds

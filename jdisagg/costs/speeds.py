@@ -44,8 +44,6 @@ class PriceSource(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """Properties that determine the speed of an instance."""
-
     geometry: CostGeometry
     layout: Layout
     hardware: Accelerator | None
@@ -184,8 +182,8 @@ def _model(kind: Kind) -> CostModel | MeasuredCosts:
 
 
 class _Grid:
-    """Interpolates a table of values bilinearly. Precomputes everything that does not depend on the
-    query, because every placement decision interpolates."""
+    """Precomputes everything that does not depend on the query, because every placement decision
+    interpolates."""
 
     def __init__(self, values: Array, rows: Array, columns: Array) -> None:
         self._last, self._width = columns[-1], len(columns)

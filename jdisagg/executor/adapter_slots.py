@@ -30,8 +30,6 @@ _Staged = list[list[jax.Array]]
 
 @dataclass
 class AdapterReading:
-    """A `ReadAdapter` command in progress, as an object that the completion thread waits for."""
-
     step: int
     done: "Future[_Staged]"
     in_order: bool = False
@@ -52,11 +50,7 @@ class AdapterReading:
 
 class AdapterSlots:
     """The adapter slots of all layers. Used by the dispatch thread. `read` does not wait for the
-    files.
-
-    Args:
-        stages: Programs and weights of each pipeline stage.
-    """
+    files."""
 
     def __init__(
         self, stages: Sequence[tuple[Programs, Weights]], model: Model, limits: MeshLimits
@@ -71,13 +65,12 @@ class AdapterSlots:
         self._thread = ThreadPoolExecutor(1, f"{stages[0][0].platform}-adapters")
 
     def read(self, command: ReadAdapter) -> AdapterReading:
-        """Starts to read an adapter. The reading fails if the digest of the files differs from the
-        command's digest."""
+        """The reading fails if the digest of the files differs from the command's digest."""
         reading = self._reads[command.digest] = self._thread.submit(self._read, command)
         return AdapterReading(command.step, reading)
 
     def put(self, command: PutAdapter) -> None:
-        """Writes an adapter into its slot. Waits until the adapter is read."""
+        """Waits until the adapter is read."""
         self._put_all(self._reads.pop(command.digest).result(), command.slot)
 
     def warm_up(self) -> None:
@@ -95,7 +88,6 @@ class AdapterSlots:
         return self._stage(content)
 
     def _stage(self, content: AdapterContent) -> _Staged:
-        """Puts the contents of one slot on the devices, padded to the slots' rank."""
         return [
             self._staged_layer(programs, part, layer)
             for (programs, part), layer in zip(self._layers, content.layers, strict=True)
@@ -148,18 +140,14 @@ class AdapterSlots:
 
 
 def _of_one_slot(spec: PartitionSpec, axis: int) -> PartitionSpec:
-    """Returns the PartitionSpec of one slot of a stack: the stack's PartitionSpec without the
-    dimension of slots."""
     return PartitionSpec(*spec[:axis], *spec[axis + 1 :])
 
 
 def adapter_size(limits: MeshLimits) -> AdapterSize:
-    """Returns the number of adapter slots on a mesh and the largest rank of an adapter."""
     return AdapterSize(limits.adapters, limits.adapter_rank, limits.adapter_experts)
 
 
 def changed_error(path: str, found: str, wanted: str) -> JdisaggError:
-    """Returns the error for an adapter whose files have changed since the adapter was loaded."""
     return InvalidRequestError(
         f"adapter {Path(path).name!r}: its files changed since it was loaded (digest {found[:12]},"
         f" not {wanted[:12]}); load it again"

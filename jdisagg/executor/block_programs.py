@@ -4,10 +4,7 @@ the KV of some tokens and layers of one sequence (`transfer/__init__.py`).
 `BlockPrograms` extracts, inserts and copies blocks of one page pool. Each operation is one program
 for the whole mesh (`shard_map`, explicit shardings, pages donated), so that no per-device
 executable is built and no shard is donated alone. Token ranges are split into power-of-two lengths,
-so that few shapes and programs are needed. On dp ranks that do not hold the block's sequence, the
-program gets an out-of-range page number and writes nothing. `PullTargets` makes the destinations of
-pulls. `MeshBlocks` holds both for each kind of KV (`KvKind`) and runs the step commands for blocks.
-Only the dispatch thread uses this module."""
+so that few shapes and programs are needed. Only the dispatch thread uses this module."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -49,9 +46,6 @@ COPIES_PER_CALL = 8
 
 
 class BlockPrograms:
-    """The compiled programs that extract, insert and copy blocks of one page pool. The pool holds
-    KV pages, recurrent states, or the ring-buffer pages of sliding-window layers."""
-
     def __init__(
         self,
         programs: Programs,
@@ -69,8 +63,7 @@ class BlockPrograms:
         return self._pool.rank_rows
 
     def insert(self, command: InsertBlock, arrays: tuple[jax.Array, ...]) -> jax.Array:
-        """Writes a pulled block (`arrays`, the result of `Pull.arrays()`) into its pages and reads
-        the pages back. Returns the checksum of the values read back, as an array in the form of
+        """Returns the checksum of the values read back, as an array in the form of
         `block_sums.found_in`."""
         layers, how = self.layers(command.group, command.groups), codec(command.codec)
         kinds = self._kinds(layers)
@@ -94,7 +87,6 @@ class BlockPrograms:
         return found
 
     def layers(self, group: int, groups: int) -> range:
-        """Returns the layers of the layer groups with indices in [group, group + groups)."""
         return range(self._groups[group].start, self._groups[group + groups - 1].stop)
 
     def _kinds(self, layers: range) -> tuple[KVLayer, ...]:
@@ -123,9 +115,8 @@ class BlockPrograms:
         )
 
     def extract(self, command: ExtractBlock) -> tuple[jax.Array, jax.Array, BlockStamp]:
-        """Reads a block [ranks, C, K, T, H] from pages. Sets padding tokens to zero, so that no
-        other sequence's KV leaves the mesh. Returns the block, its checksum (see `insert`) and its
-        stamp."""
+        """Sets padding tokens to zero, so that no other sequence's KV leaves the mesh. Returns the
+        block, its checksum (see `insert`) and its stamp."""
         layers = self.layers(command.group, command.groups)
         stamp = self._stamp(layers, command.checksum_key, command.start, command.valid_tokens)
         held = self._pool.layers[layers.start : layers.stop]
@@ -170,8 +161,6 @@ class BlockPrograms:
     def _place(
         self, command: InsertBlock | ExtractBlock, stamp: BlockStamp
     ) -> jax.Array | np.ndarray:
-        """Encodes the page positions of a block's tokens as uint32 [ranks, words], which `_places`
-        decodes. dp ranks that do not hold the block's sequence get no valid token."""
         first, last = (
             at // self._pool.page_size
             for at in (command.start, command.start + command.valid_tokens - 1)
@@ -196,12 +185,11 @@ class BlockPrograms:
         return self._programs.put(words) if self._programs.spans_processes else words
 
     def _places(self, words: jax.Array) -> Places:
-        """Decodes the result of `_place` inside a program."""
         return Places.of(words[0], self._pool.page_size, self._pool.rank_rows)
 
     def copy(self, copies: tuple[tuple[int, int, int], ...]) -> None:
-        """Copies pages in all layers. Each copy is (rank, source page, destination page). One
-        program call copies up to COPIES_PER_CALL pages."""
+        """Each copy is (rank, source page, destination page). One program call copies up to
+        COPIES_PER_CALL pages."""
         for first in range(0, len(copies), COPIES_PER_CALL):
             pairs = np.full((self._ranks, 2, COPIES_PER_CALL), self._pool.rank_rows, np.int32)
             pairs[:, 0] = 0
@@ -229,10 +217,6 @@ class BlockPrograms:
 
 
 class PullTargets:
-    """Makes the destinations (`PullTarget`) of pulls into one mesh. Stores, for each sending mesh,
-    the number of KV heads per transferred piece. Caches the zeros for dp ranks that receive no
-    data, one array for each shape."""
-
     def __init__(self, programs: Programs, spec: KVSpec) -> None:
         self._programs, self.mesh = programs, programs.mesh
         self.spec = spec
@@ -242,12 +226,11 @@ class PullTargets:
 
     @property
     def local_heads(self) -> int:
-        """Number of KV heads in one shard."""
         return self.spec.row_heads // self.mesh.shape["kv"]
 
     def connect(self, peer: str, card: MeshCard) -> None:
-        """Registers a mesh to pull from under the name `peer`. A pull that names no mesh uses the
-        mesh that is registered as "". Warm-up compiles programs for this mesh, too."""
+        """A pull that names no mesh uses the mesh that is registered as "". Warm-up compiles
+        programs for this mesh, too."""
         self._granules[peer] = head_granule(
             self.spec.row_heads, card.head_shards, self.mesh.shape["kv"]
         )
@@ -266,12 +249,6 @@ class PullTargets:
 
     def target(self, block: PullBlock, layers: range, granule: int = 0) -> PullTarget:
         """Returns the destination of a pull.
-
-        Args:
-            block: The command to pull.
-            layers: Layers of the block.
-            granule: Number of KV heads in a transferred piece. 0 selects the number for the sending
-                mesh.
 
         Raises:
             HandoffError: The sending mesh is not connected.
@@ -307,7 +284,6 @@ class PullTargets:
     def _resident(
         self, components: int, granule: int, tokens: int, width: int, dtype: jnp.dtype
     ) -> jax.Array:
-        """Makes the array that `transfer.channel.resident_zeros` makes, by a cached program."""
         ranks, shards = self.mesh.shape["dp"], self.mesh.shape["kv"]
         shape = ranks, components, granule * shards, tokens, width
         return self._programs.zeros(shape, dtype, BLOCK_SPEC)
@@ -325,8 +301,7 @@ class PullTargets:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Kind:
-    """Programs and pull destinations for one kind of KV (`KvKind`). `sent` is True if other meshes
-    receive blocks of this kind."""
+    """`sent` is True if other meshes receive blocks of this kind."""
 
     programs: BlockPrograms
     targets: PullTargets
@@ -334,15 +309,6 @@ class _Kind:
 
 
 class MeshBlocks:
-    """Runs the step commands of one instance that extract, pull, insert and copy blocks. With
-    pipeline stages, the KV of a block belongs to layers of one stage, and the block is on this
-    stage's mesh.
-
-    Args:
-        stages: Programs and page pools of each stage.
-        stage_of: Stage of each layer group.
-    """
-
     def __init__(
         self,
         stages: Sequence[tuple[Programs, Pools]],
@@ -388,7 +354,6 @@ class MeshBlocks:
         }
 
     def connect(self, peer: str, card: MeshCard) -> None:
-        """Registers a mesh to pull from (`PullTargets.connect`)."""
         for kind in self._every():
             if kind.sent:
                 kind.targets.connect(peer, card)
@@ -402,33 +367,29 @@ class MeshBlocks:
             yield from kinds.values()
 
     def _kind(self, kind: KvKind, group: int) -> _Kind:
-        """Returns the programs for blocks of a kind whose first layer group is `group`. Only
-        instances with one pipeline stage have recurrent states and KV of windows that is
+        """Only instances with one pipeline stage have recurrent states and KV of windows that is
         transferred separately."""
         stage = self._stage_of[group] if kind is KvKind.POSITIONS else 0
         return self._stages[stage][kind]
 
     def mesh(self, kind: KvKind, group: int) -> jax.sharding.Mesh:
-        """Returns the mesh that holds the blocks of a kind whose first layer group is `group`."""
         return self._kind(kind, group).targets.mesh
 
     def target(self, command: PullBlock) -> PullTarget:
-        """Returns the destination of a pull. The source is another mesh, or this mesh's host
-        memory, which stores each device's part of a block as one piece."""
+        """The source is another mesh, or this mesh's host memory, which stores each device's part
+        of a block as one piece."""
         kind = self._kind(command.kind, command.group)
         layers = kind.programs.layers(command.group, command.groups)
         granule = kind.targets.local_heads if command.peer == HOST else self.granule
         return kind.targets.target(command, layers, granule)
 
     def pull(self, command: PullBlock) -> PullReading:
-        """Starts to pull a block from another mesh or from this mesh's host memory."""
         source = self._host if command.peer == HOST else self._channel
         pull = source.pull(command.offer_id, self.target(command), command.deadline_seconds)
         self._pulls[command.offer_id] = pull
         return PullReading(command.step, command.offer_id, pull)
 
     def insert(self, command: InsertBlock) -> BlockReading:
-        """Writes a pulled block into its pages."""
         arrays = self._pulls.pop(command.offer_id).arrays()
         found = self._kind(command.kind, command.group).programs.insert(command, arrays)
         start_reading((found,))
@@ -458,8 +419,6 @@ class MeshBlocks:
         )
 
     def copy(self, command: CopyPages) -> None:
-        """Runs a command that copies KV pages, or recurrent states together with their ring
-        buffers."""
         for kinds in self._stages:
             kinds[KvKind.POSITIONS].programs.copy(command.copies)
         first = self._stages[0]
@@ -488,14 +447,7 @@ class MeshBlocks:
         self, groups: range, tokens: int, kind: KvKind = KvKind.POSITIONS, codec: str = NO_CODEC
     ) -> None:
         """Compiles the programs that insert a block, by running them for each piece size that peers
-        may send.
-
-        Args:
-            groups: Layer groups of the block.
-            tokens: Number of tokens in the block.
-            kind: Kind of the block's contents.
-            codec: Name of the codec that packs the pieces.
-        """
+        may send."""
         of_kind = self._kind(kind, groups.start)
         programs, targets = of_kind.programs, of_kind.targets
         pull, insert = _empty(groups, tokens, kind, codec)
@@ -506,15 +458,12 @@ class MeshBlocks:
             programs.insert(insert, parts).block_until_ready()
 
     def warm_restore(self, groups: range, tokens: int, kind: KvKind = KvKind.POSITIONS) -> None:
-        """Compiles the programs that insert a block from host memory, by running them."""
         pull, insert = _empty(groups, tokens, kind, NO_CODEC, HOST)
         programs = self._kind(kind, groups.start).programs
         programs.insert(insert, (self.target(pull).zeros,)).block_until_ready()
 
     def warm_pieces(self, groups: range, tokens: int, kind: KvKind = KvKind.POSITIONS) -> None:
-        """Compiles the programs that cut a block into pieces, by running them for each piece size
-        that peers may request. Programs of a codec are compiled later, at the first request that
-        uses the codec."""
+        """Programs of a codec are compiled later, at the first request that uses the codec."""
         of_kind = self._kind(kind, groups.start)
         targets, spec = of_kind.targets, of_kind.targets.spec
         rows = spec.rows(of_kind.programs.layers(groups.start, len(groups)))
@@ -523,7 +472,6 @@ class MeshBlocks:
             warm_pieces(targets.mesh, shape, jnp.dtype(spec.row_dtype), granule, NO_CODEC)
 
     def warm_extract(self, groups: range, tokens: int, kind: KvKind = KvKind.POSITIONS) -> None:
-        """Compiles the program that extracts a block of this shape, by running it."""
         command = ExtractBlock(
             -1, 0, 0, groups.start, 0, 0, tokens, (), groups=len(groups), kind=kind
         )
@@ -533,7 +481,6 @@ class MeshBlocks:
 def _empty(
     groups: range, tokens: int, kind: KvKind, codec: str, peer: str = ""
 ) -> tuple[PullBlock, InsertBlock]:
-    """Returns commands to pull and to insert a block without a valid token, for warm-up."""
     first, count = groups.start, len(groups)
     pull = PullBlock(-1, 0, 0, first, tokens, 0.0, peer, codec, groups=count, kind=kind)
     insert = InsertBlock(-1, 0, 0, first, tokens, 0, 0, (), codec=codec, groups=count, kind=kind)

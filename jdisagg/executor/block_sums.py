@@ -3,13 +3,11 @@ of a checksum, for the KV that it holds. The checksum is the sum of all shares.
 
 A separate program computes the checksum of a prefilled block. If the prefill program computed it,
 XLA might compute a value twice with different rounding, once for the block and once for the
-checksum. The separate program costs one more read of the block (benchmarks/LOG.md). Inserts and
-extracts use the same code.
+checksum.
 
-A stamp identifies a block's tokens and layers. It is uint32 [5] for each dp rank, made by
-`transfer.codec.stamp_array`. Replicas (mesh axis "rep") hold equal values and are counted once. If
-one process holds the mesh, each device's share is read by the host directly, because adding the
-shares on the devices would synchronise all devices."""
+Replicas (mesh axis "rep") hold equal values and are counted once. If one process holds the mesh,
+each device's share is read by the host directly, because adding the shares on the devices would
+synchronise all devices."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -32,8 +30,7 @@ STAMP_WORDS = 5
 
 
 def first_head(local_heads: int) -> jax.Array:
-    """Returns the index, within the model, of this device's first KV head. Called inside a
-    program."""
+    """Returns the index, within the model, of this device's first KV head."""
     return lax.axis_index("kv") * local_heads
 
 
@@ -70,16 +67,14 @@ def found_in(programs: Programs, sum_2: jax.Array, intact: jax.Array) -> jax.Arr
 
 
 def found_spec(programs: Programs) -> PartitionSpec:
-    """Returns the PartitionSpec of the result of `found_in`. The global shape is uint32 [dp, kv,
-    rep, 3], or [1, 1, 1, 3] if the mesh spans processes."""
+    """The global shape is uint32 [dp, kv, rep, 3], or [1, 1, 1, 3] if the mesh spans processes."""
     return PartitionSpec() if programs.spans_processes else PartitionSpec(*MESH_AXES)
 
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """The checksum of a block on the whole mesh, and whether the block is intact. The checksum
-    counts each replicated value once. A block whose replicas hold different values is not
-    intact."""
+    """The checksum counts each replicated value once. A block whose replicas hold different values
+    is not intact."""
 
     checksum: int
     intact: bool
@@ -96,7 +91,6 @@ class Found:
 
 
 def _over(programs: Programs, value: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-    """Sums `value` over the given mesh axes. Skips axes of one device."""
     real = tuple(axis for axis in axes if programs.mesh.shape[axis] > 1)
     return lax.psum(value, real) if real else value
 
@@ -112,7 +106,7 @@ def rank_stamps(ranks: int, rank: int, stamp: BlockStamp) -> np.ndarray:
 
 class PrefillSums:
     """Computes the checksums of a prefill chunk's blocks, separately for every `granule_tokens`
-    tokens. The checksum of any part of the chunk is a sum of these. Used on the dispatch thread."""
+    tokens. The checksum of any part of the chunk is a sum of these."""
 
     def __init__(
         self, programs: Programs, spec: KVSpec, groups: tuple[range, ...], granule_tokens: int
@@ -131,12 +125,10 @@ class PrefillSums:
         return np.tile(key_words(key), (self._programs.mesh.shape["dp"], 1))
 
     def place(self, group: int) -> jax.Array:
-        """Returns the place of a layer group's block among the KV of all layers, for `shares`."""
         return self._places[group]
 
     @property
     def spec_of_shares(self) -> PartitionSpec:
-        """PartitionSpec of the result of `shares`."""
         programs = self._programs
         return programs.readable_spec if programs.spans_processes else PartitionSpec("dp", "kv")
 
@@ -163,8 +155,7 @@ class PrefillSums:
 
 @dataclass(frozen=True)
 class ChunkSums:
-    """The checksums of one prefill chunk, one array for each layer group. The arrays are being
-    copied to the host."""
+    """The arrays are being copied to the host."""
 
     command: PrefillChunk
     granule_tokens: int

@@ -45,7 +45,6 @@ class Chosen(NamedTuple):
 
     @staticmethod
     def specs(programs: Programs) -> "Chosen":
-        """Returns the PartitionSpecs of the arrays that `on_rank` returns."""
         return Chosen(programs.readable_spec, programs.readable_spec)  # type: ignore[arg-type]
 
 
@@ -68,14 +67,8 @@ def choose(
     """Chooses a token for each active row.
 
     Args:
-        rows: Column layout of `ints_BI` and `floats_BF`.
-        logits_BV: Logits returned by `logits`.
-        ints_BI, floats_BF: Packed sampling parameters of each row.
-        position_B: Position of the token to choose, for each row.
-        active_B: Whether the row chooses a token.
         counts: Function that returns the counts of the tokens in each row's sequence, [B, V]. It is
             called inside the condition, so that its operations do not run if no row needs them.
-        platform: JAX platform of the mesh, such as "cpu".
         mask_BW: Bit mask of the tokens that each row's grammar allows (see `mask_logits`), all ones
             for a row without a grammar. None in a program that runs no rows with a grammar.
     """

@@ -2,8 +2,7 @@
 chunk's keys and values to the layer's pages. Then the layer's queries attend to the chunk. Rows
 that continue an earlier chunk also attend to their pages.
 
-Traced inside the program of a layer group (`prefill_program.py`). Collects the updated pages of
-each layer, and the KV that is handed off to a decode mesh."""
+Traced inside the program of a layer group (`prefill_program.py`)."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -26,13 +25,9 @@ class RankChunk:
     each.
 
     Attributes:
-        positions_T: Position of each token in its sequence.
         segment_T: Index of each token's row; -1 for padding.
-        table_RN: Page numbers of each row.
         past_R: Number of tokens (past) that are in each row's pages before this chunk.
         continuing: Number of rows that have a past. These rows come first.
-        sampling_R: Index of the last token of each row that samples.
-        packed: Whether the chunk may have several rows.
     """
 
     positions_T: jax.Array
@@ -45,8 +40,6 @@ class RankChunk:
 
 
 class _Places(NamedTuple):
-    """Page table of the rows, and page and offset that each token writes, in one page pool."""
-
     table_RN: jax.Array
     page_T: jax.Array
     slot_T: jax.Array
@@ -56,7 +49,6 @@ class ChunkAttention:
     """Builds the attention functions of one layer group. Called once for each layer, in order.
 
     Args:
-        rank_rows: Number of pages of a dp rank.
         windows: Page table [R, N] of the sliding-window layers whose KV is in pages of their own,
             and the number of these pages of a dp rank. None without such layers.
     """
@@ -84,7 +76,6 @@ class ChunkAttention:
         self._in_windows = in_windows[0] if in_windows else self._in_pages
 
     def without_kv(self) -> None:
-        """Records that the next layer has no KV."""
         self.pages.append(())
         self.sent.append(())
 
@@ -94,11 +85,8 @@ class ChunkAttention:
         """Returns the attention function of the next layer.
 
         Args:
-            layer_pages: Page arrays of the layer.
             rows_alone: Whether queries are computed only for the last token of each row that
                 samples, instead of for all tokens.
-            sends: Whether the layer's KV is handed off with the chunk.
-            windowed: Whether the layer's KV is in separate pages for sliding-window layers.
         """
         places = self._in_windows if windowed else self._in_pages
 
@@ -154,8 +142,8 @@ class ChunkAttention:
     def _write(
         self, layer_pages: LayerPages, kept: Sequence[jax.Array], places: _Places
     ) -> LayerPages:
-        """Writes a layer's KV to its pages. Writing before any read makes XLA run the scatter
-        before the loop over pages, so that XLA copies no pages."""
+        """Writing before any read makes XLA run the scatter before the loop over pages, so that XLA
+        copies no pages."""
         return tuple(
             write_tokens(
                 pages,

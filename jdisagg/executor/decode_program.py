@@ -1,24 +1,12 @@
-"""Runs decode steps and owns the state of the decode slots. One step serves the batches of all dp
-ranks.
+"""Runs decode steps and owns the state of the decode slots.
 
-The slot state stays on the device between steps. Each step updates the token and position of its
-slots. The host can therefore issue the next step before it has read the last step's tokens. A batch
-is any subset of the slots, padded to a compiled batch size (bucket). Padding rows write to dummy
-pages and yield no token. A slot at its limit does not advance. Pages, hot state and counts are
-donated and updated in place.
+The slot state stays on the device between steps. The host can therefore issue the next step before
+it has read the last step's tokens. Pages, hot state and counts are donated and updated in place.
 
-A step is one program over the whole mesh (`shard_map`). Each dp rank has its own slots, page table
-and loop counts. The model's collectives exchange data between experts. Layers are unrolled, because
-a scan would copy each layer's weights. The page table of a layer with a ring buffer is computed
-from the slot. The buffer's pages repeat, so a new position overwrites one that is outside every
-window.
+Layers are unrolled, because a scan would copy each layer's weights.
 
-If a row has a grammar or drafts, a step is two programs, of one of a few batch sizes
-(`MeshLimits.pair_batches`). The first is the forward pass, which returns logits. The second chooses
-the tokens. With a grammar, the second program is issued as soon as the host has computed the
-grammar masks, while the forward pass runs. The forward pass may compute several positions of one
-slot (`draft_rows.py`). All rows write their KV before any row attends, and each row attends up to
-its own position. So a step with drafts gives the same tokens as successive steps."""
+All rows write their KV before any row attends, and each row attends up to its own position. So a
+step with drafts gives the same tokens as successive steps."""
 
 import itertools
 from collections.abc import Callable, Sequence
@@ -71,15 +59,11 @@ class EarlierStages(Protocol):
 
 
 class DecodePrograms:
-    """Builds and runs the decode programs for the layers of one mesh, and owns the slot state.
-    Used by the dispatch thread only.
+    """Builds and runs the decode programs for the layers of one mesh, and owns the slot state. Used
+    by the dispatch thread only.
 
     With pipeline stages, the last stage chooses the tokens (`step`). The other stages compute their
-    `part` of each step.
-
-    Attributes:
-        earlier: The stages before this one. None if the mesh has the embedding.
-    """
+    `part` of each step."""
 
     def __init__(
         self,
@@ -114,7 +98,6 @@ class DecodePrograms:
         self._drafts: jax.Array = programs.put(np.full((ranks, slots, 1 + CHAIN), -1, np.int32))
 
     def update(self, admits: Sequence[SlotAdmit], grows: Sequence[SlotGrow]) -> None:
-        """Admits sequences to slots and extends the page tables of running sequences."""
         for admit in admits:
             ints, floats = self._ints[admit.rank, admit.slot], self._floats[admit.rank, admit.slot]
             self._rows.pack(
@@ -135,12 +118,7 @@ class DecodePrograms:
         """Issues one decode step. Returns the chosen tokens [ranks, b, Q] and log-probabilities,
         for b rows in the order of `slots[rank]` and at most Q tokens per row. A row has several
         tokens if some of its drafts were accepted. NO_TOKEN fills the row after its last token. Q
-        is 1 without drafts.
-
-        Args:
-            masked: Whether some row has a grammar.
-            guesses: Drafts to verify. Drafts for which the step has no extra row are dropped.
-        """
+        is 1 without drafts."""
         width, guesses = max(1, *map(len, slots)), guesses or {}
         pair = self._limits.pair_batch(width)
         if masked:
@@ -158,8 +136,6 @@ class DecodePrograms:
         return chosen
 
     def _no_masks(self, rows: int) -> jax.Array:
-        """Returns masks that allow all tokens, for `rows` rows of each rank. They stay on the
-        mesh."""
         if rows not in self._masks:
             masks = self._grammars.empty((self._limits.ranks, rows))
             self._masks[rows] = self._programs.put(masks)
@@ -174,15 +150,7 @@ class DecodePrograms:
     def part(
         self, slots: Slots, bucket: int, plan: DraftPlan | None, hot: jax.Array, x: Any
     ) -> jax.Array:
-        """Issues a step's computation in this stage, which is not the last one.
-
-        Args:
-            hot: Token and position of the step's slots, on this mesh.
-            x: Activations before the stage, or () in the first stage.
-
-        Returns:
-            Activations after the stage.
-        """
+        """Issues a step's computation in this stage, which is not the last one."""
         _, ints, floats, _ = self._state
         drafts = () if plan is None else (self._programs.argument(plan.array),)
         batch = self._batch_array(slots, bucket)
@@ -192,8 +160,6 @@ class DecodePrograms:
         return x
 
     def _before(self, slots: Slots, bucket: int, plan: DraftPlan | None) -> Any:
-        """Returns the activations before this mesh's first layer, or () if it has the
-        embedding."""
         return () if self.earlier is None else self.earlier.run(slots, bucket, plan)
 
     @property
@@ -205,12 +171,8 @@ class DecodePrograms:
         forward pass.
 
         Args:
-            masked: Whether some row has a grammar.
             forward: Function that issues the forward pass. Its arguments are those of `_step_body`
                 and the batch size. It returns the page pools and the logits.
-
-        Returns:
-            As `step`.
         """
         if masked:
             self._grammars.runs(slots, 0, {})
@@ -232,8 +194,6 @@ class DecodePrograms:
         plan: DraftPlan | None,
         forward: Forward | None = None,
     ) -> Chosen:
-        """Issues a step as two programs: a forward pass, and a choice of tokens. The calls may
-        transfer the draft plan and the grammar masks to the device."""
         batch, planned = self._batch_array(slots, bucket), None
         if plan is not None:
             planned = self._programs.argument(plan.array)
@@ -265,18 +225,14 @@ class DecodePrograms:
         return chosen
 
     def _drafting(self, drafter: NextTokens) -> tuple[Any, Kept]:
-        """Returns the weights and the KV of the layer that drafts tokens."""
         part = self._weights.next_token
         assert part is not None
         return (self._weights.stem.leaves, part.leaves), self._pools.kept(drafter.layers)
 
     def warm_up(self, bucket: int) -> None:
-        """Compiles the program of a step, for one batch size."""
         self.step(self._nobody(bucket), False).token.block_until_ready()
 
     def warm_pair(self, bucket: int, drafts: bool) -> None:
-        """Compiles the two programs of a step with drafts, or of one without, for one batch
-        size."""
         limits, extra = self._limits, self._limits.extra_rows(bucket)
         plan = DraftPlan.of({}, limits.ranks, bucket, extra, limits.longest_run) if drafts else None
         chosen = self._step_in_two(self._nobody(bucket), bucket, False, plan)
@@ -298,7 +254,6 @@ class DecodePrograms:
         return self._weights.held
 
     def warm_updates(self) -> None:
-        """Compiles the programs of `update`, by running them without changes."""
         self._write((), ())
 
     def _batch_array(self, slots: Slots, bucket: int) -> jax.Array:
@@ -313,8 +268,6 @@ class DecodePrograms:
         return self._batches[slots, bucket]
 
     def _program(self, bucket: int) -> Any:
-        """Returns the program of a whole step."""
-
         def build() -> Any:
             hot, ints, floats, counts = self._state
             batch = jax.ShapeDtypeStruct((self._limits.ranks, bucket), jnp.int32)
@@ -335,18 +288,6 @@ class DecodePrograms:
         return self._programs.get(("step", bucket), build)
 
     def _forward(self, arguments: tuple[Any, ...], bucket: int) -> Any:
-        """Issues the forward pass of a step that runs as two programs.
-
-        Args:
-            arguments: The arguments of `_step_body`. The array of a `DraftPlan` and the drafts that
-                the mesh has made are among them only if the step has them.
-            bucket: Batch size.
-
-        Returns:
-            The page pools, and the logits [ranks, b + E, V] for b slots and E extra rows. If the
-                mesh drafts, also the hidden states [ranks, b + E, D]. Stages before the last one
-                return activations [ranks, b + E, D] instead of logits.
-        """
         drafts = arguments[-2]
 
         def build() -> Any:
@@ -362,18 +303,6 @@ class DecodePrograms:
         return self._programs.get(("forward", bucket, len(drafts) > 0), build)(*arguments)
 
     def _choice(self, arguments: tuple[Any, ...]) -> Any:
-        """Issues the second program of a step that runs as two programs. It chooses the tokens, and
-        drafts the next ones.
-
-        Args:
-            arguments: hot, counts, ints, floats, logits, batch, drafts as in `_forward`, and masks
-                (uint32 [ranks, b + E, W]). If the mesh drafts, also the weights and the KV of the
-                drafting layer, and the hidden states.
-
-        Returns:
-            hot, the choice, and counts. If the mesh drafts, also the layer's KV, the drafts of all
-                slots, and the batch's drafts for the host.
-        """
         programs, ending, drafter = self._programs, self._ending(), self._next_tokens
         batch, drafts, _, _, _, *y_TD = arguments[5:]
 
@@ -417,14 +346,11 @@ class DecodePrograms:
         return DraftRows.of(self._rows, batch[0], planned, longest, *state, ours)
 
     def model_specs(self) -> tuple[Any, ...]:
-        """Returns the PartitionSpecs of stem, layers and page pools."""
         layers = [self._weights.layers[index].specs for index in self._layers]
         edge = self._weights.edge
         return () if edge is None else edge.specs, layers, self._pools.specs(self._layers)
 
     def _ending(self) -> Any:
-        """Returns the end of a step's program: a function from logits to the new `hot`, the choice
-        by slot and the new counts."""
         row_format, platform = self._rows, self._shards.platform
 
         def end(
@@ -448,8 +374,6 @@ class DecodePrograms:
         return end
 
     def _step_body(self, whole: bool) -> Any:
-        """Returns the function that `shard_map` runs for a step, or for its forward pass only. In
-        stages before the last one, the function returns pages and activations."""
         layers = [self._weights.layers[index] for index in self._layers]
         weights, common, rows = self._weights, self._shards, self._rows
         ending = self._ending() if whole else None
@@ -515,8 +439,6 @@ class DecodePrograms:
         return body
 
     def _write(self, changed: Changes, histories: Changes) -> None:
-        """Issues the program that updates the rows of changed slots, and the counts of slots with
-        new sequences."""
         ranks, slots = self._limits.ranks, self._limits.slots_per_rank
         # Columns: the slot whose row changes, and the slot that gets a new sequence.
         where = np.full((ranks, ROWS_PER_UPDATE, 2), slots, np.int32)
@@ -565,8 +487,6 @@ class DecodePrograms:
 def _per_rank_groups(
     changes: Sequence[SlotAdmit | SlotGrow], size: int
 ) -> list[list[list[SlotAdmit | SlotGrow]]]:
-    """Groups changes of slots into program calls with at most `size` changes per dp rank. Indexed
-    by [call][rank][row]."""
     ranks = 1 + max((change.rank for change in changes), default=-1)
     by_rank: list[list[SlotAdmit | SlotGrow]] = [[] for _ in range(ranks)]
     for change in changes:

@@ -1,18 +1,11 @@
 """Runs decode steps of an instance with pipeline stages.
 
-A step runs through the stages in order. The slots are divided into as many batches as there are
-stages, so that all stages work at the same time: while one stage computes the first batch, the
-stage before it computes the second. A slot belongs to the batch (slot number) modulo (number of
-stages), which never changes.
+The slots are divided into as many batches as there are stages, so that all stages work at the same
+time: while one stage computes the first batch, the stage before it computes the second. A slot
+belongs to the batch (slot number) modulo (number of stages), which never changes.
 
-The state of the slots is on the last stage, which chooses the tokens. After each step of a batch
-the last stage's tokens and positions are copied to the devices of the earlier stages, where the
-batch's next step begins. The host neither reads these arrays nor waits for them. Admissions and
-growth update the page tables of every stage. A batch begins its next step with the copy that was
-made after its own last step, so it does not wait for other batches. If a sequence was admitted to
-the batch meanwhile, the step begins with a copy of the newest state instead.
-
-An instance without pipeline stages has a single stage and one batch."""
+After each step of a batch the last stage's tokens and positions are copied to the devices of the
+earlier stages, where the batch's next step begins."""
 
 from collections.abc import Sequence
 
@@ -28,8 +21,6 @@ from jdisagg.messages.step_commands import SlotAdmit, SlotGrow
 
 
 class _Earlier:
-    """Implements `EarlierStages`. `turn` is the index of the batch whose step is being issued."""
-
     def __init__(
         self,
         stages: Sequence[tuple[Programs, DecodePrograms]],
@@ -52,7 +43,6 @@ class _Earlier:
         return self._last.receive(x)
 
     def copy_state(self) -> None:
-        """Copies the newest tokens and positions to these stages, for the batch's next step."""
         self._hot[self.turn] = [programs.receive(self._newest.hot) for programs, _ in self._stages]
 
     def forget(self, turn: int) -> None:
@@ -74,12 +64,10 @@ class DecodeStages:
 
     @property
     def only(self) -> DecodePrograms:
-        """The programs of the only stage."""
         assert self._earlier is None, "there are several stages"
         return self._last
 
     def update(self, admits: Sequence[SlotAdmit], grows: Sequence[SlotGrow]) -> None:
-        """Admits sequences to slots and extends the page tables of running sequences."""
         for stage in self._stages:
             stage.update(admits, grows)
         if self._earlier is not None:
@@ -87,8 +75,7 @@ class DecodeStages:
                 self._earlier.forget(admit.slot % len(self._stages))
 
     def step(self, slots: Slots, masked: bool, guesses: Guesses | None = None) -> StepChoice:
-        """Issues one decode step. For the arguments see `DecodePrograms.step`. Rows are in the
-        order of `slots`."""
+        """For the arguments see `DecodePrograms.step`. Rows are in the order of `slots`."""
         if self._earlier is None:
             return StepChoice((self._last.step(slots, masked, guesses),))
         count, guesses = len(self._stages), guesses or {}
@@ -120,15 +107,11 @@ class DecodeStages:
         return StepChoice(tuple(parts), places)
 
     def warm_up(self, bucket: int) -> None:
-        """Compiles the programs of a step, for one batch size."""
         self._last.warm_up(bucket)
 
     def warm_pair(self, bucket: int, drafts: bool) -> None:
-        """Compiles the programs of a step with or without drafts that chooses in a program of its
-        own, for one batch size."""
         self._last.warm_pair(bucket, drafts)
 
     def warm_updates(self) -> None:
-        """Compiles the programs of `update`, by running them without changes."""
         for stage in self._stages:
             stage.warm_updates()

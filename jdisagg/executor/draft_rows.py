@@ -1,16 +1,10 @@
 """Rows of a decode step in which a slot computes several tokens: its own, and drafts after it.
 
-A draft token is a guess of the token that the slot will choose: a continuation that the scheduler
-predicts, or tokens that a grammar forces. The step computes the slot's token and its drafts at
-successive positions. It chooses the model's own token at each of these positions, and keeps them up
-to the first one that differs from the draft (verification). The choice depends on logits, seed,
-child and position alone, so that a stream is the same with and without drafts. KV of rejected
-drafts lies after the slot's new position. This KV is not read, and is overwritten later.
-
-A step has B rows for the slots, and E extra rows, which the slots share. A slot has at most Q rows.
-A guess (the drafts of one slot) is stored by position, because the host plans a step before it
-reads the previous step's tokens. The step uses the drafts that follow the slot's actual position. A
-guess without tokens stands for drafts that the mesh itself has made (`next_tokens.py`)."""
+The step computes the slot's token and its drafts at successive positions. It chooses the model's
+own token at each of these positions, and keeps them up to the first one that differs from the draft
+(verification). The choice depends on logits, seed, child and position alone, so that a stream is
+the same with and without drafts. KV of rejected drafts lies after the slot's new position. This KV
+is not read, and is overwritten later."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -31,7 +25,6 @@ class Guess(NamedTuple):
     """Predicted tokens of one slot.
 
     Attributes:
-        start: Position of the first token.
         tokens: Tokens of successive positions. Empty for the drafts of the mesh itself.
         count: Number of extra rows of the slot, the largest number of drafts that it verifies.
     """
@@ -53,7 +46,6 @@ class DraftPlan:
             each slot. For each extra row: the slot's row (B if the extra row is unused) and the
             offset from the slot's position. For each slot's row: the position of its first guessed
             token, and the guessed tokens (-1 for none).
-        first: Index of the first of a slot's extra rows, by (rank, row).
     """
 
     array: np.ndarray
@@ -96,9 +88,7 @@ class DraftRows(NamedTuple):
     """A step's rows on one dp rank. Without drafts they are the slots' rows.
 
     Attributes:
-        all: State of the B + E rows.
         row_T: Index of each row's slot among the B rows; B if the row is unused.
-        offset_T: Offset of each row's position from the slot's position.
         index_BQ: Index of each slot's rows, in the order of their positions; B + E for none.
     """
 
@@ -158,13 +148,11 @@ class DraftRows(NamedTuple):
 
     @property
     def drafts(self) -> bool:
-        """Whether the step has extra rows."""
         return self.index_BQ.shape[1] > 1
 
     @property
     def positions_BQ(self) -> jax.Array:
-        """Position of each slot's rows. A row that is missing or computes no token has the position
-        of the slot."""
+        """A row that is missing or computes no token has the position of the slot."""
         at_BQ = self.by_slot(self.all.at)
         return jnp.where(self._active_BQ, at_BQ, at_BQ[:, :1])
 
@@ -178,7 +166,6 @@ class DraftRows(NamedTuple):
         return jnp.take(x_T, self.index_BQ, axis=0, mode="clip")
 
     def by_row(self, x_BQ: jax.Array) -> jax.Array:
-        """Inverse of `by_slot`: values [B, Q, ...] by row, [T, ...]."""
         flat = x_BQ.reshape(-1, *x_BQ.shape[2:])
         place_T = self.row_T * self.index_BQ.shape[1] + self.offset_T
         return jnp.take(flat, place_T, axis=0, mode="clip")
@@ -197,7 +184,6 @@ class DraftRows(NamedTuple):
         return counts_TV.at[row_T1, jnp.where(counted_TQ, earlier_TQ, nothing)].add(1, mode="drop")
 
     def counted(self, counts_SV: jax.Array, token_BQ: jax.Array) -> jax.Array:
-        """Adds each slot's chosen tokens to its counts."""
         at_BQ = jnp.where(token_BQ >= 0, token_BQ, counts_SV.shape[1])
         slot_B = self.all.slot[: len(token_BQ)]  # the slots' own rows come first
         slot_BQ = jnp.broadcast_to(slot_B[:, None], at_BQ.shape)

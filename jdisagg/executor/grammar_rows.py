@@ -1,20 +1,7 @@
-"""Applies grammars to decode slots. Computes token masks between a step's forward pass and its
-choice of tokens. Before the forward pass, plans runs: sequences of tokens that the grammar forces.
+"""Applies grammars to decode slots.
 
-Each slot has a matcher, which follows the grammar through the tokens that were read back from the
-device. Steps are pipelined: the forward pass of step n + 1 is issued, then the host waits for the
-tokens of step n and makes the masks while the device computes. The device therefore waits for a
-mask only if making it takes longer than a forward pass.
-
-If the grammar allows exactly one token, the matcher consumes this token before the device chooses
-it, and finds the forced tokens that follow. The forced tokens are drafts of the next step
-(`draft_rows.py`). The mask of each of their positions allows one token, so that all are accepted. A
-forced token does not depend on the logits, so a stream does not depend on whether its run was
-computed at once.
-
-Drafts of the scheduler have masks, too: a copy of the matcher consumes the drafts, up to the first
-draft that its mask forbids. A slot with a run uses no such drafts. Drafts of the mesh itself are
-read back with the tokens of the step that makes them.
+Steps are pipelined: the forward pass of step n + 1 is issued, then the host waits for the tokens of
+step n and makes the masks while the device computes.
 
 Every process of an instance computes the same masks and runs, because these depend only on the
 commands and the sampled tokens."""
@@ -44,22 +31,6 @@ def pays(extra: int, rows: int, platform: str) -> bool:
 
 @dataclass(slots=True)
 class _Row:
-    """The state of a slot whose sequence has a grammar.
-
-    Attributes:
-        matcher: Matcher that has consumed all known tokens, including `run`; None if the grammar
-            did not compile.
-        position: Position of the slot's current token after all issued steps whose tokens are
-            known.
-        limit: First position for which the slot has no page.
-        run: The slot's current token, if the grammar forced it, and the forced tokens that follow.
-            Else empty.
-        taken: Number of forced tokens that the step being issued computes as drafts.
-        guess: Predicted drafts of the step being issued.
-        drafted: Whether the mesh's drafts for the slot are read back with the last issued step.
-        drafts: The mesh's drafts, once they are read: position of the first, and tokens.
-    """
-
     matcher: TokenMatcher | None
     position: int
     limit: int
@@ -76,12 +47,7 @@ class _Row:
 
 class GrammarRows:
     """Tracks the decode slots whose sequences have a grammar, and computes their masks and forced
-    tokens. Used by the dispatch thread only.
-
-    Attributes:
-        compiler: Compiler of grammars. None if the worker has no tokenizer. The worker then refuses
-            requests with a grammar.
-    """
+    tokens. Used by the dispatch thread only."""
 
     def __init__(self, vocabulary: int, longest: int, platform: str) -> None:
         self.compiler: GrammarCompiler | None = None
@@ -96,7 +62,6 @@ class GrammarRows:
         ] = []
 
     def admit(self, admits: Sequence[SlotAdmit], grows: Sequence[SlotGrow]) -> None:
-        """Records admitted sequences, and new position limits of slots that received pages."""
         for admit in admits:
             self._rows.pop((admit.rank, admit.slot), None)
             if admit.sample.sampling.grammar is not None:
@@ -110,7 +75,7 @@ class GrammarRows:
     def runs(self, slots: Slots, room: int, guesses: Guesses) -> Guesses:
         """Returns the drafts of the next step: runs of forced tokens, and `guesses` of slots
         without a run. Each dp rank has `room` extra rows. Slots get these rows in order, slots with
-        a run first. A run that does not fit, or would not save time, waits for a later step."""
+        a run first."""
         taken: dict[tuple[int, int], Guess] = {}
         left = [room] * len(slots)
         for rank, rank_slots in enumerate(slots):
@@ -221,7 +186,6 @@ class GrammarRows:
             return None  # the row gets STUCK_TOKEN, and its worker reports it
 
     def _fill_row(self, row: _Row, masks: list[np.ndarray]) -> None:
-        """Fills the masks after the slot's current token and after each of its drafts."""
         del row.run[:1]
         for mask in masks[: row.taken]:
             self._allow(mask, row.run.pop(0))
@@ -236,9 +200,6 @@ class GrammarRows:
             self._fill(last, row.matcher)
 
     def _fill_guess(self, row: _Row, guess: Guess, masks: list[np.ndarray]) -> None:
-        """Fills the grammar masks after a slot's token and after each of its draft tokens. Drafts
-        that equal forced tokens are accepted. After them, fills masks up to the first draft that
-        the grammar does not allow. Later drafts cannot be accepted."""
         if row.matcher is None:
             return self._fill(masks[0], None)
         start, *tokens = (guess.start, *guess.tokens) if guess.tokens else row.drafts

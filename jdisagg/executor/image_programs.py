@@ -2,13 +2,8 @@
 by the encoder's output.
 
 The activations of an image stay on the device, so that later chunks and other prompts with this
-image do not compute them again. `ImageStore` assigns the rows of an array to images, and evicts the
-least recently used image. Only commands change the store, so that all processes of an instance make
-the same decisions.
-
-A chunk without images runs the same programs as in a model without a vision encoder. Each dp rank
-encodes its own images. All devices of a rank repeat the computation. An image is padded to the next
-size in `patch_buckets`. The encoder's layers share one program per size."""
+image do not compute them again. Only commands change the store, so that all processes of an
+instance make the same decisions."""
 
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
@@ -29,7 +24,6 @@ LEAST_PATCHES = 256
 
 
 def patch_buckets(form: ImageFormat) -> tuple[int, ...]:
-    """Returns the numbers of patches for which the encoder's programs are compiled."""
     return buckets(min(LEAST_PATCHES, form.most_patches), form.most_patches)
 
 
@@ -50,8 +44,7 @@ class ImageStore:
         return self._held[digest]
 
     def take(self, digest: bytes, rows: int, used: set[bytes]) -> bool:
-        """Assigns rows to an image, and evicts the least recently used images outside `used` to
-        make room. Returns True if the image must be encoded, and False if it had rows already."""
+        """Returns True if the image must be encoded, and False if it had rows already."""
         if digest in self._held:
             self._held.move_to_end(digest)
             return False
@@ -69,19 +62,12 @@ class ImageStore:
 
 
 class _Pass(NamedTuple):
-    """A group of a chunk's images, by dp rank, that fits into the store."""
-
     rows: list[list[tuple[PrefillRow, PromptImage]]]
 
 
 class ImagePrograms:
-    """Builds and runs the programs that encode and place images. Used by the dispatch thread only.
-
-    Attributes:
-        encoded: Number of images encoded since the start.
-        depth: Number of first layers of the text model after which image activations are added
-            (deepstack).
-    """
+    """Builds and runs the programs that encode and place images. Used by the dispatch thread
+    only."""
 
     def __init__(
         self, programs: Programs, weights: Weights, shards: Shards, form: ImageFormat, kept: int
@@ -112,10 +98,6 @@ class ImagePrograms:
     def run(self, rows: Sequence[PrefillRow], x: jax.Array) -> tuple[jax.Array, Any]:
         """Replaces the embeddings of image tokens.
 
-        Args:
-            rows: Rows of a chunk that have images.
-            x: Embeddings of the chunk, [ranks, T, D].
-
         Returns:
             The new embeddings.
             Activations to add after the first layers of the text model, [ranks, T, depth, D], or
@@ -137,12 +119,9 @@ class ImagePrograms:
         return self._programs.get(("nothing added", width), build)()
 
     def warm_encoder(self, patches: int) -> None:
-        """Compiles the programs that encode an image of `patches` patches, by running them on an
-        empty batch. Blocks that share a program run once."""
         self._encode_batch([None] * self._ranks, patches, warming=True)
 
     def warm_place(self, width: int) -> None:
-        """Compiles the program that replaces embeddings of a chunk of `width` tokens."""
         shape = (self._ranks, width, self._width)
         x = self._programs.zeros(shape, self._dtype, RANK)
         index, deep = np.full(shape[:2], -1, np.int32), self.nothing_added(width)
@@ -151,7 +130,6 @@ class ImagePrograms:
     # ---- which images
 
     def _passes(self, rows: Sequence[PrefillRow]) -> Iterator[_Pass]:
-        """Divides the images of a chunk into groups that each fit into the store."""
         queues: list[list[tuple[PrefillRow, PromptImage]]] = [[] for _ in range(self._ranks)]
         for row in rows:
             queues[row.rank] += [(row, image) for image in row.images]
@@ -171,7 +149,6 @@ class ImagePrograms:
             yield _Pass(taken)
 
     def _encode(self, images: _Pass) -> None:
-        """Encodes the images of a pass that are not in the store."""
         missing: list[list[PromptImage]] = []
         for store, of_rank in zip(self._stores, images.rows, strict=True):
             used = {image.digest for _, image in of_rank}
@@ -190,8 +167,6 @@ class ImagePrograms:
             self.encoded += sum(image is not None for image in batch)
 
     def _index(self, images: _Pass, width: int) -> np.ndarray:
-        """Returns the store's row for each token of the chunk, int32 [ranks, T]; -1 for text
-        tokens."""
         index = np.full((self._ranks, width), -1, np.int32)
         for rank, (store, of_rank) in enumerate(zip(self._stores, images.rows, strict=True)):
             for row, image in of_rank:
@@ -207,7 +182,6 @@ class ImagePrograms:
     def _encode_batch(
         self, batch: Sequence[PromptImage | None], patches: int, warming: bool = False
     ) -> None:
-        """Encodes at most one image per rank and writes the results to the ranks' stores."""
         form, ranks = self.form, self._ranks
         pixels = np.zeros((ranks, patches, 3 * form.patch**2), np.uint8)
         place = np.zeros((ranks, patches, 2), np.int32)
@@ -260,9 +234,6 @@ class ImagePrograms:
         return self._programs.get(("image block", x.shape, part.structure), build)(*arguments)
 
     def _merge(self, part: Part, column: int, x: jax.Array, target: jax.Array) -> jax.Array:
-        """Applies the merger `part` to patch activations, and writes the resulting token
-        activations to the rows `target` of the store, at index `column` of its second dimension.
-        Returns the store."""
         shards, dtype = self._shards, self._dtype
 
         def body(leaves: Any, store: Any, x: Any, target: Any) -> jax.Array:
@@ -277,9 +248,6 @@ class ImagePrograms:
         return self._programs.get(("image rows", column, x.shape), build)(*arguments)
 
     def _place(self, index: np.ndarray, x: jax.Array, deep: Any) -> tuple[jax.Array, Any]:
-        """Replaces the embeddings `x`, and the activations to add after the first layers, where
-        `index` is not -1."""
-
         def body(store: Any, x: Any, deep: Any, index: Any) -> tuple[jax.Array, Any]:
             rows_TCD = jnp.take(store[0], index[0], axis=0, mode="clip")
             there_T = index[0] >= 0

@@ -2,13 +2,11 @@
 and computes the checksum of the values read.
 
 On a CPU (`write_and_read`), a run of consecutive tokens in one page is written at once, because
-writing token by token took three times as long. Only the two ends of a block are written token by
-token. All runs are written before any is read. With one loop for both, XLA of JAX 0.10 fused write
-and read, which copied the pool twice for each run. dp ranks that the block does not concern do
-nothing. On accelerators (`write_whole`) the whole block is written at once.
+writing token by token took three times as long. All runs are written before any is read. With one
+loop for both, XLA of JAX 0.10 fused write and read, which copied the pool twice for each run. dp
+ranks that the block does not concern do nothing.
 
-Invariants: the pages of a block are distinct, so that the values read back stay valid. Only valid
-tokens are written."""
+Invariants: the pages of a block are distinct, so that the values read back stay valid."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -35,9 +33,6 @@ class Places(NamedTuple):
     """The page positions of a block's tokens on this dp rank.
 
     Attributes:
-        stamp_5: Stamp of the block, made by `transfer.codec.stamp_array`.
-        page_N: Page numbers of the block, in the order of the tokens.
-        page_size: Number of tokens in a page.
         nowhere: An out-of-range page number. Writes to it have no effect.
     """
 
@@ -55,7 +50,6 @@ class Places(NamedTuple):
 
     @property
     def start(self) -> jax.Array:
-        """Position of the block's first token."""
         return self.stamp_5[3].astype(jnp.int32)
 
     @property
@@ -76,8 +70,6 @@ class Places(NamedTuple):
 
 
 class BlockForm(NamedTuple):
-    """The format of a block: the spec of its layers, and the codec that packs it."""
-
     spec: KVSpec
     layers: tuple[KVLayer, ...]
     codec: Codec
@@ -116,9 +108,6 @@ def write_and_read(
 ) -> Inserted:
     """Writes a received block to its pages, one run of consecutive tokens at a time, and reads the
     pages back to verify the block.
-
-    Args:
-        arrays: Packed array of each received piece.
 
     Returns:
         The pages, this device's part of the block's checksum (uint32 [2]), and whether the block
@@ -207,8 +196,6 @@ def write_whole(
 
 
 def _run_tokens(pages: Sequence[LayerPages]) -> int:
-    """Returns the number of tokens in a run: at most RUN_TOKENS, and at most RUN_BYTES of KV of
-    these layers."""
     each = sum(
         part.shape[1] * part.shape[3] * part.dtype.itemsize for layer in pages for part in layer
     )
@@ -216,8 +203,6 @@ def _run_tokens(pages: Sequence[LayerPages]) -> int:
 
 
 def _heads(parts: Sequence[jax.Array], first: jax.Array, tokens: int) -> jax.Array:
-    """Returns the values of all heads on this device, [C, K, t, H], for `tokens` tokens from token
-    `first` on."""
     block_CKTH = jnp.concatenate(
         [lax.dynamic_slice_in_dim(part, first, tokens, 2) for part in parts], axis=1
     )
@@ -225,8 +210,8 @@ def _heads(parts: Sequence[jax.Array], first: jax.Array, tokens: int) -> jax.Arr
 
 
 def _finite(values: jax.Array) -> jax.Array:
-    """Replaces non-finite values by finite ones. Damaged blocks may contain non-finite values. They
-    would stay in the pages, where masked attention would multiply them by zero, which gives NaN."""
+    """Damaged blocks may contain non-finite values. They would stay in the pages, where masked
+    attention would multiply them by zero, which gives NaN."""
     if not jnp.issubdtype(values.dtype, jnp.floating):
         return values
     return jnp.where(jnp.isfinite(values), values, jnp.zeros((), values.dtype))
@@ -235,8 +220,6 @@ def _finite(values: jax.Array) -> jax.Array:
 def _unpack(
     form: BlockForm, arrays: Sequence[jax.Array], stamp_5: jax.Array
 ) -> tuple[list[jax.Array], jax.Array]:
-    """Unpacks the pieces of a block on this device into arrays [C, G, T, H] in the order of their
-    heads. Returns the arrays, and whether all packed values match their checksums."""
     spec, how = form.spec, form.codec
     local_heads, dtype = spec.row_heads // lax.axis_size("kv"), jnp.dtype(spec.row_dtype)
     count = local_heads // arrays[0].shape[2]

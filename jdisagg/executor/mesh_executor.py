@@ -2,8 +2,7 @@
 the two threads drive the meshes of all stages.
 
 Commands identify pages, slots and offers by number. Only the scheduler tracks which sequence owns
-them. An instance prefills, decodes, or does both, and builds only the programs that its role needs.
-All device state (pages, slots, offered and pulled blocks) belongs to the dispatch thread."""
+them. All device state (pages, slots, offered and pulled blocks) belongs to the dispatch thread."""
 
 import asyncio
 from collections.abc import Callable
@@ -85,14 +84,10 @@ class MeshRole:
     """Capabilities that a mesh's executor needs.
 
     Attributes:
-        prefill, decode: Whether the executor runs prefill chunks and decode steps.
-        emit: Whether prefilled KV is offered to other meshes.
-        codec: Name of the codec that packs the blocks that this mesh receives.
         extracts: Whether the mesh sends blocks that it reads from its pages: KV of running
             sequences, or of the prefix cache.
         host_tokens: Number of tokens in the longest cached block in host memory. 0 without a prefix
             cache in host memory.
-        spills: Whether sequences are swapped out to host memory.
         disk: Directory of the prefix cache on disk. "" without a prefix cache on disk.
         peer_tokens: Number of tokens in the longest block that the mesh fetches from other workers'
             prefix caches. 0 if it fetches none.
@@ -174,8 +169,6 @@ class MeshExecutor:
         self._threads = WorkThreads(name)
 
     def _prefill_sums(self, programs: Programs) -> PrefillSums | None:
-        """Returns the programs that compute the checksums of one stage's KV, or None if the mesh
-        offers no KV."""
         limits = self.limits
         if not self.role.emit:
             return None
@@ -198,7 +191,7 @@ class MeshExecutor:
 
     def on_dispatch_thread(self, work: Callable[[], object]) -> asyncio.Future[StepResult]:
         """Runs the function `work` on the dispatch thread between commands, and returns a future of
-        its result. Used for warm-up and inspection."""
+        its result."""
 
         def issue() -> Waiting:
             work()
@@ -232,13 +225,12 @@ class MeshExecutor:
         self.host.close()
 
     def expect(self, card: MeshCard) -> None:
-        """Sets the peer mesh. Warm-up compiles programs for the piece sizes of this peer, and pulls
-        that name no mesh pull from it. Must be called before the first command."""
+        """Warm-up compiles programs for the piece sizes of this peer, and pulls that name no mesh
+        pull from it. Must be called before the first command."""
         self.blocks.connect("", card)
 
     def constrain(self, grammars: GrammarCompiler | None) -> None:
-        """Sets the compiler of requests' grammars. With None, requests with a grammar are refused.
-        Must be called before warm-up."""
+        """With None, requests with a grammar are refused. Must be called before warm-up."""
         self._grammars.compiler = grammars
 
     def issue_and_wait(self, command: StepCommand) -> StepResult:
@@ -248,12 +240,9 @@ class MeshExecutor:
 
     @property
     def grammars(self) -> bool:
-        """Whether there is a compiler of grammars."""
         return self._grammars.compiler is not None
 
     def warm_prefill(self, width: int, form: ChunkForm) -> None:
-        """Compiles the programs of a prefill chunk, by running a chunk of padding and every cut of
-        blocks that a hand-off may need."""
         chunk = ChunkArrays.build(PrefillChunk(-1, width, ()), self.limits.computed, form)
         x, blocks, _ = self._prefill.run(chunk)
         for groups, tokens in self.limits.block_shapes() if blocks else ():
@@ -262,44 +251,34 @@ class MeshExecutor:
         self._sampler.warm_up(x)
 
     def warm_pictured(self, width: int, form: ChunkForm) -> None:
-        """Compiles the programs of a prefill chunk with images (deepstack models), by running a
-        chunk of padding."""
         assert self.images is not None
         chunk = ChunkArrays.build(PrefillChunk(-1, width, ()), self.limits.computed, form)
         self._prefill.run(chunk, self.images.nothing_added(width))[0].block_until_ready()
 
     def warm_decode(self, size: int) -> None:
-        """Compiles the program of a decode step, by running a step of `size` empty slots."""
         assert self._decode is not None
         self._decode.warm_up(size)
 
     def warm_pair(self, size: int, drafts: bool) -> None:
-        """Compiles the two programs of a decode step with drafts, or of one without, by running a
-        step of `size` empty slots."""
         assert self._decode is not None
         self._decode.warm_pair(size, drafts)
 
     def warm_mixed(self, width: int) -> None:
-        """Compiles the program that runs a prefill chunk and a decode step together."""
         assert self._mixed is not None
         self._mixed.warm_up(width)
 
     def warm_updates(self) -> None:
-        """Compiles the programs that admit sequences, extend page tables, set token counts and copy
-        pages, by running them."""
         assert self._decode is not None
         self._decode.warm_updates()
         self.blocks.warm_copy()
 
     def warm_insert(self, groups: range, tokens: int, kind: KvKind = KvKind.POSITIONS) -> None:
-        """Compiles the programs that insert a block, by running them on an empty block in the form
-        that peers send. Recurrent state is sent without a codec."""
+        """Recurrent state is sent without a codec."""
         codec = NO_CODEC if kind is KvKind.STATE else self.role.codec
         self.blocks.warm_insert(groups, tokens, kind, codec)
 
     def pull_target(self, block: PullBlock) -> PullTarget:
-        """Returns the destination of a pull into this mesh. Must be called on the dispatch
-        thread."""
+        """Must be called on the dispatch thread."""
         return self.blocks.target(block)
 
     def _issue(self, command: StepCommand) -> Waiting:
@@ -382,7 +361,6 @@ class MeshExecutor:
         return self._reading(command, steps)
 
     def _run_mixed(self, command: DecodeSteps, part: PrefillChunk) -> MixedReading:
-        """Runs a chunk and a decode step, in one program if there is one for this chunk."""
         assert self._decode is not None and command.steps == 1
         chunk = self._mixed.arrays(part) if self._mixed else None
         if self._mixed is None or chunk is None:
@@ -399,7 +377,6 @@ class MeshExecutor:
         return MixedReading(prefill, self._reading(command, [step]))
 
     def _update_slots(self, command: DecodeSteps) -> None:
-        """Admits and grows a command's sequences."""
         assert self._decode is not None
         if command.admits or command.grows:
             self._decode.update(command.admits, command.grows)
@@ -424,16 +401,12 @@ class MeshExecutor:
 
 
 class _Stage(NamedTuple):
-    """The programs, weights and page pools of one pipeline stage."""
-
     programs: Programs
     weights: Weights
     pools: Pools
 
 
 def _stages(programs: Programs, model: Model, layout: Layout, limits: MeshLimits) -> list[_Stage]:
-    """Returns the pipeline stages of an instance, with the model's weights and empty page
-    pools."""
     layers, size = len(limits.kv_spec.layers), adapter_size(limits)
     if not programs.later:
         weights = split_model(model, layout, size, [programs.zeros] * layers)
@@ -451,15 +424,12 @@ def _stages(programs: Programs, model: Model, layout: Layout, limits: MeshLimits
 def _image_programs(
     first: _Stage, shards: Shards, limits: MeshLimits, role: MeshRole
 ) -> ImagePrograms | None:
-    """Returns the image programs of a mesh that computes prompts with images, else None."""
     if limits.images is None or not (role.prefill or limits.append_buckets):
         return None
     return ImagePrograms(first.programs, first.weights, shards, limits.images, limits.image_rows)
 
 
 def _part_of_instance(mesh: jax.sharding.Mesh, stages: int) -> str:
-    """Returns a text that identifies how the mesh's blocks are cut: this process's index among the
-    processes of the mesh, and the number of pipeline stages; "" if both are one."""
     processes = {device.process_index for device in mesh.devices.flat}
     place = f" {jax.process_index()}/{len(processes)}" if len(processes) > 1 else ""
     return place + (f" {stages} stages" if stages > 1 else "")

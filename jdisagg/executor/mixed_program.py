@@ -1,21 +1,10 @@
 """Runs a prefill chunk and one decode step in one program.
 
 Embedding, projections, MLPs, experts and norms are computed once over the T tokens of the chunk
-followed by the B rows of the step, so that weights are read once. Attention is split: chunk and
-step use the same attention functions as in separate programs. KV of both is written before either
-attends. The last layer is computed only for the last token of each prompt that ends in the chunk,
-and for the step's rows. The program returns the logits of the step's rows and the activations of
-these last tokens. Tokens are chosen by other programs: those of the step as in a step of two
-programs (`decode_program.py`), first tokens of prompts as after any chunk (`prefill_sampler.py`).
-So there is one program for each chunk size; its step has the largest batch size, because a few more
-rows cost little beside the tokens of a chunk.
+followed by the B rows of the step, so that weights are read once. KV of both is written before
+either attends.
 
-With a next-token layer the last layer is computed for all tokens of the chunk, because the
-next-token layer's KV is computed from its output. The step's rows get no KV in the next-token
-layer, which lowers the acceptance of drafts.
-
-A chunk does not change the step's tokens, because each row has its own sums. Models with recurrent
-state and instances with pipeline stages run chunk and step one after the other."""
+A chunk does not change the step's tokens, because each row has its own sums."""
 
 import dataclasses
 from typing import Any, Unpack
@@ -48,9 +37,6 @@ _FORM = ChunkForm(packed=True)
 
 
 class MixedPrograms:
-    """Builds and runs the programs that run a chunk and a decode step together. Used by the
-    dispatch thread only."""
-
     def __init__(
         self,
         programs: Programs,
@@ -74,18 +60,12 @@ class MixedPrograms:
         return ChunkArrays.build(command, limits, _FORM, platform)
 
     def warm_up(self, width: int) -> None:
-        """Compiles the program of one chunk size, by running it on padding and empty slots."""
         slots = ((self._limits.slots_per_rank,),) * self._limits.ranks
         chunk = ChunkArrays.build(PrefillChunk(-1, width, ()), self._limits, _FORM)
         self.run(chunk, slots, False)[1].parts[0].token.block_until_ready()
 
     def run(self, chunk: ChunkArrays, slots: Slots, masked: bool) -> tuple[jax.Array, StepChoice]:
         """Issues the programs of a chunk and a decode step.
-
-        Args:
-            chunk: The chunk, as `arrays` returns it.
-            slots: Decode slots of the step, by dp rank.
-            masked: Whether some row of the step has a grammar.
 
         Returns:
             Activations after the last layer, [ranks, R, D], as from `PrefillPrograms.run`, and the
@@ -107,7 +87,6 @@ class MixedPrograms:
 
     @property
     def _drafting(self) -> tuple[Any, list[LayerPages]]:
-        """Weights and pages of the next-token layer, if there is one."""
         part = self._weights.next_token
         return () if part is None else part.leaves, self._pools.pages.layers[self._draft_layers]
 
@@ -202,20 +181,10 @@ class MixedPrograms:
 
 
 class _MixedAttention:
-    """Attention of a chunk's tokens followed by the rows of a decode step."""
-
     def __init__(self, chunk: ChunkAttention, step: StepAttention) -> None:
         self._chunk, self._step = chunk, step
 
     def over(self, layer_pages: LayerPages, tokens: int, rows_alone: bool) -> Attend:
-        """Returns the attention function of the next layer.
-
-        Args:
-            layer_pages: Page arrays of the layer.
-            tokens: Number of tokens of the chunk.
-            rows_alone: Whether queries are computed only for the rows that the last layer returns,
-                instead of for all tokens and rows.
-        """
         chunk, step = self._chunk, self._step
 
         def attend(
@@ -241,7 +210,6 @@ class _MixedAttention:
 
 
 def _split(index: Index | None, queries: int, tokens: int) -> tuple[Index | None, Index | None]:
-    """Splits the inputs of an indexer after the chunk's queries and tokens."""
     if index is None:
         return None, None
     of_chunk = index.of_queries(lambda of_T: of_T[:queries])

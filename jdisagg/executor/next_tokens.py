@@ -1,15 +1,9 @@
 """Drafts tokens with the checkpoint's next-token layer or an EAGLE-3 head, at the end of a decode
 step.
 
-The layer's input is a token and the hidden state of the position before it. After the step has
-verified its drafts, the layer computes the KV of each token that the step chose, which replaces the
-KV that it had computed from drafts. Its output at the newest token gives the first draft. For each
-further draft, the layer is applied to its own last draft and hidden state.
-
 A draft is sampled like the model's token at the same position, with the same random numbers and
 filters. It then equals the model's token more often than the layer's most likely token would
-(docs/speculation.md). Each slot's drafts and the position of the first stay on the device until the
-slot's next step. Drafts never change the tokens of a stream, so leftover drafts of an earlier
+(docs/speculation.md). Drafts never change the tokens of a stream, so leftover drafts of an earlier
 sequence are harmless."""
 
 from collections.abc import Callable, Sequence
@@ -33,8 +27,6 @@ LayerKv = tuple[list[LayerPages], list[LayerPages], list[LayerPages]]
 
 
 class NextTokens:
-    """The part of a decode step's program that drafts tokens."""
-
     def __init__(
         self, weights: Weights, shards: Shards, pools: Pools, rows: RowFormat, ring_pages: int
     ) -> None:
@@ -43,7 +35,6 @@ class NextTokens:
 
     @property
     def layers(self) -> range:
-        """Index of the drafting layer among the layers of the KV cache, as a range of one layer."""
         count = len(self._weights.layers)
         return range(count, count + 1)
 
@@ -60,16 +51,8 @@ class NextTokens:
         """Drafts the tokens that follow the tokens of a step.
 
         Args:
-            model: Weights of the stem (embedding, final norm, head) and of the layer.
-            kept: KV of the layer.
             y_TD: The model's hidden states of the step's rows (see `DraftLayer.taps`).
-            step: Rows of the step.
-            chosen: The step's choice by slot, as `DraftRows.accept` returns it.
             drafts_SG: Drafts of all slots: position of the first, and `CHAIN` tokens.
-            counts_SV: Counts of the tokens in each slot's sequence, after the step.
-
-        Returns:
-            The layer's KV, and the drafts of all slots.
         """
         token_T = step.by_row(chosen.token)
         rows, slots = self._advanced(step.all, token_T), drafts_SG.shape[0]
@@ -95,8 +78,6 @@ class NextTokens:
         return kept, drafts_SG.at[slot_B].set(drafts_BG, mode="drop")
 
     def _advanced(self, rows: BatchRows, token_T: jax.Array) -> BatchRows:
-        """Returns `rows` advanced by one position, with `token_T` as their tokens. A row without a
-        token, or at its limit, becomes inactive."""
         limit_T, _ = self._rows.limit_and_table(rows.ints)
         position_T = rows.position + 1
         active_T = rows.active & (token_T >= 0) & (position_T < limit_T)
@@ -155,7 +136,6 @@ class NextTokens:
 def _counts_after(
     counts_SV: jax.Array, slot_B: jax.Array, drafts: Sequence[jax.Array]
 ) -> jax.Array:
-    """Returns the counts [B, V] of the rows' sequences, with the drafts so far."""
     counts_BV = jnp.take(counts_SV, slot_B, axis=0, mode="clip")
     for token_B in drafts:
         counts_BV = update_counts(counts_BV, token_B)

@@ -3,10 +3,9 @@
 Each layer has one array [ranks * pages, K, S, H] for each cached component, with S tokens per page.
 Pages are sharded over mesh axis dp, KV heads over kv. A component without heads has K = 1 and is
 replicated over kv. After its usable pages, each dp rank has a few dummy pages, to which padding
-rows of a decode batch write. The arrays are donated to every program that updates them. The
-statement that calls such a program also replaces `layers` by the results. No other code may keep a
-reference: using an array whose shard was donated aborts the process (measured with JAX 0.10 and
-0.12)."""
+rows of a decode batch write. The arrays are donated to every program that updates them. No other
+code may keep a reference: using an array whose shard was donated aborts the process (measured with
+JAX 0.10 and 0.12)."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -66,7 +65,6 @@ class PagePool:
         self.layers = []
 
     def make(self) -> None:
-        """Allocates the arrays again, with zeros."""
         self.layers = self._new()
 
     @property
@@ -78,11 +76,9 @@ class PagePool:
         return self if spec == self.spec else PageView(self, spec)
 
     def specs(self, layers: range | None = None) -> list[tuple[PartitionSpec, ...]]:
-        """Returns the PartitionSpecs of the page arrays of these layers, or of all layers."""
         return _layer_specs(self.spec, self.held, layers)
 
     def put(self, first: int, layers: list[LayerPages]) -> None:
-        """Replaces the page arrays of the layers from `first` on by a program's results."""
         self.layers[first : first + len(layers)] = layers
 
 
@@ -114,8 +110,6 @@ class Pools(NamedTuple):
     """The page pools of a mesh.
 
     Attributes:
-        pages: Pages with the KV of sequences' positions.
-        states: Recurrent states of sequences. A state slot is a page of one token.
         rings: Pages of sliding-window layers, if these layers do not use `pages`. On decode meshes
             each slot has `MeshLimits.ring_pages` consecutive pages, a ring buffer.
     """
@@ -126,7 +120,6 @@ class Pools(NamedTuple):
 
     @staticmethod
     def of(programs: Programs, limits: MeshLimits, held: range | None = None) -> "Pools":
-        """Makes the pools of one mesh with the layers `held`, or all layers."""
         spec, size, largest = limits.kv_spec, limits.page_size, limits.batch_buckets[-1]
         padding = largest + limits.extra_rows(largest)
         rings = limits.window_pages_per_rank or limits.state_rows * limits.ring_pages
@@ -145,7 +138,6 @@ class Pools(NamedTuple):
         return self.pages.bytes + self.states.bytes + self.rings.bytes
 
     def drop(self) -> None:
-        """Frees the arrays of all pools. No command may use them until `make` is called."""
         for pool in self:
             pool.drop()
 
@@ -159,8 +151,7 @@ class Pools(NamedTuple):
         return JoinedPools(self.pages, self.rings) if self.rings.pages_per_rank else self.pages
 
     def kept(self, layers: range | None = None) -> Kept:
-        """Returns the arrays of these layers in all pools, as arguments of a program. None selects
-        all layers."""
+        """None selects all layers."""
         layers = range(len(self.pages.layers)) if layers is None else layers
         part = slice(layers.start, layers.stop)
         return self.pages.layers[part], self.states.layers[part], self.rings.layers[part]
@@ -169,19 +160,13 @@ class Pools(NamedTuple):
         return self.pages.specs(layers), self.states.specs(layers), self.rings.specs(layers)
 
     def put(self, first: int, kept: Kept) -> None:
-        """Replaces the arrays of the layers from `first` on in all pools."""
         self.pages.put(first, kept[0])
         self.states.put(first, kept[1])
         self.rings.put(first, kept[2])
 
 
 class JoinedPools:
-    """The layers of two pools that hold different layers of one mesh. Holds no array.
-
-    Args:
-        pages: Pool of the layers without a sliding window.
-        rings: Pool of the layers with a sliding window.
-    """
+    """The layers of two pools that hold different layers of one mesh. Holds no array."""
 
     def __init__(self, pages: PagePool, rings: PagePool) -> None:
         self._both = pages, rings

@@ -1,28 +1,13 @@
-"""Runs prefill chunks as a chain of programs, one for each layer group. All dp ranks run at the
-same time, each on its own chunk.
+"""Runs prefill chunks as a chain of programs, one for each layer group.
 
 The chain is: group 0 (with the embedding), group 1, ..., then head and sampling for rows that end
-their prompt. Each group writes its keys and values into this mesh's pages (donated), for later
-chunks of the same sequences. If the instance hands off KV, the group's program also returns the
-keys and values as one block [ranks, C, K, T, H], and the block's checksums. C counts the cached
-components of the group's layers (`layout/kv_spec.py`). The block can then be transferred while the
-next group computes. Page arrays are never offered. Sliding-window layers that are sent separately
-are left out of these blocks. Most of their KV is never used again, and the rest is extracted from
-the pages after the last chunk.
+their prompt. Page arrays are never offered.
 
 The last layer computes keys and values for all tokens, but everything else only for the last tokens
-of the rows that sample. These tokens attend to pages alone, as in a decode step, because the layer
-writes all keys first. If log-probabilities of prompts are requested, the last layer is computed for
-all tokens, by a program compiled at the first request.
+of the rows that sample.
 
-A next-token layer, which drafts tokens on decode meshes, counts as one more layer of the KV cache.
-Its keys and values depend on the last hidden state of every token, so all layers are computed for
-all tokens. The keys and values of a chunk's first token are zero, because the hidden state before
-it is not kept.
-
-Groups of equal structure, except the last, share one executable for each chunk bucket. Inside
-`shard_map` each dp rank has its own chunk and pages. The model's collectives implement tensor
-parallelism."""
+The keys and values of a next-token layer depend on the last hidden state of every token, so all
+layers are then computed for all tokens."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -55,7 +40,6 @@ class ChunkForm:
     Attributes:
         packed: Whether the chunk of some dp rank may have several rows, a row that does not begin
             at the chunk's first token, or several samples of a row.
-        every_token: Whether the last layer is computed for all tokens.
     """
 
     packed: bool = False
@@ -73,8 +57,7 @@ def chunk_forms(limits: MeshLimits, platform: str = "cpu") -> tuple[ChunkForm, .
 
 @dataclass(frozen=True)
 class ChunkArrays:
-    """A packed prefill chunk as host arrays. The first dimension of every array is the dp rank.
-    Rows with a past (tokens of earlier chunks) come first in `table` and `past`."""
+    """A packed prefill chunk as host arrays. The first dimension of every array is the dp rank."""
 
     tokens: np.ndarray  # int32 [ranks, T]
     positions: np.ndarray  # int32 [ranks, T]
@@ -105,9 +88,8 @@ class ChunkArrays:
         form: ChunkForm | None = None,
         platform: str = "cpu",
     ) -> "ChunkArrays":
-        """Packs the rows of a command into arrays. On each dp rank, rows that continue an earlier
-        chunk come first. On a GPU at most one row continues, and it begins at the chunk's first
-        token."""
+        """On each dp rank, rows that continue an earlier chunk come first. On a GPU at most one row
+        continues, and it begins at the chunk's first token."""
         form = form or _form_of(command, limits, platform)
         loops = not traits_of(platform).without_loops
         ranks, width, rows = limits.ranks, command.chunk_tokens, limits.rows_per_chunk
@@ -169,7 +151,6 @@ class ChunkArrays:
 
     @property
     def specs(self) -> tuple[Any, ...]:
-        """The PartitionSpecs of `arguments`."""
         return *(RANK,) * 8, () if self.spatial is None else RANK
 
 
@@ -181,13 +162,11 @@ def _form_of(command: PrefillChunk, limits: MeshLimits, platform: str) -> ChunkF
 
 
 def asks_of_prompts(command: PrefillChunk) -> bool:
-    """Returns whether any row of the chunk requests log-probabilities of prompt tokens."""
     return any(row.prompt_logprobs is not None for row in command.rows)
 
 
 class PrefillPrograms:
-    """Builds and runs the programs of prefill chunks for the layers of one mesh. Used by the
-    dispatch thread only."""
+    """Builds and runs the programs of prefill chunks for the layers of one mesh."""
 
     def __init__(
         self,
@@ -223,12 +202,10 @@ class PrefillPrograms:
         """Issues the programs of one chunk.
 
         Args:
-            chunk: The chunk.
             x: Activations [ranks, T, D] before the mesh's first layer, on this mesh. None on the
                 mesh with the embedding.
             deep: Image activations to add after the first layers (`ImagePrograms.run`); () adds
                 none.
-            images: Image programs, on the mesh with the embedding if the model reads images.
 
         Returns:
             Activations after the mesh's last layer, [ranks, T, D]. After the model's last layer:
@@ -272,8 +249,6 @@ class PrefillPrograms:
         Args:
             blocks: Blocks [ranks, C, K, T, H] of consecutive layer groups.
             rank: dp rank of the sequence. The result is unspecified on all other dp ranks.
-            offset: Index of the offer's first token in the chunk.
-            tokens: Number of tokens.
 
         Returns:
             One block with the components of all groups. If the result equals a single input block,
@@ -314,7 +289,6 @@ class PrefillPrograms:
         )
 
     def _drafts(self, group: range) -> bool:
-        """Returns whether the next-token layer is in a group."""
         return len(self._weights.layers) in group
 
     def _group(self, group: range, chunk: ChunkArrays, deep: Any, embeds: bool) -> Any:
@@ -466,14 +440,10 @@ class PrefillPrograms:
 
 
 def _rows_of(of_TD: jax.Array, rows_R: jax.Array | None) -> jax.Array:
-    """Selects the rows `rows_R` of a chunk's tokens. None selects all."""
     return of_TD if rows_R is None else jnp.take(of_TD, rows_R, axis=0, mode="clip")
 
 
 def _taps(weights: Weights, group: range) -> tuple[int, tuple[int, ...]]:
-    """Returns where a group of layers keeps activations as input of the layer that drafts tokens:
-    the number of activations that earlier groups have kept, and the indices of layers within the
-    group before which more are kept."""
     before = sum(tap < group.start for tap in weights.taps)
     return before, tuple(tap - group.start for tap in weights.taps if tap in group)
 
@@ -487,14 +457,7 @@ def compute_draft_kv(
     shards: Shards,
 ) -> None:
     """Computes the keys and values of a chunk in the layer that drafts tokens. `attend` writes
-    them.
-
-    Args:
-        stem: The model's stem.
-        layer: The layer that drafts tokens.
-        y_TD: The model's hidden states of the chunk's tokens (see `DraftLayer.taps`).
-        chunk: Token, position and row of each of the chunk's tokens.
-    """
+    them."""
     tokens_T, positions_T, segment_T = chunk
     y_TD, known_T = _before(layer.fused(y_TD, shards), segment_T)
     layer(
@@ -509,9 +472,7 @@ def compute_draft_kv(
 
 
 def _before(y_TD: jax.Array, segment_T: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Returns, for each token of a chunk, the hidden state of the token before it in its sequence,
-    and whether this state is known. The state before a row's first token in the chunk is unknown.
-    Unknown states are zero."""
+    """The state before a row's first token in the chunk is unknown. Unknown states are zero."""
     index_T = jnp.arange(segment_T.shape[0], dtype=jnp.int32)
     known_T = (index_T > 0) & (segment_T >= 0) & (segment_T == jnp.roll(segment_T, 1))
     return jnp.where(known_T[:, None], jnp.roll(y_TD, 1, axis=0), 0), known_T

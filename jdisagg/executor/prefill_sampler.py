@@ -2,8 +2,7 @@
 their first tokens.
 
 A chunk has at most `samples_per_chunk` samples per dp rank. If a request wants several completions
-of one prompt, several samples use the same row. The sampling programs do not depend on the size of
-the chunk."""
+of one prompt, several samples use the same row."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -26,8 +25,7 @@ from jdisagg.scheduler.executor import MeshLimits
 
 
 class _SampledRows(NamedTuple):
-    """Parameters of each sample, as arrays [ranks, samples, ...]. `source` is the row of the chunk
-    that the sample continues."""
+    """`source` is the row of the chunk that the sample continues."""
 
     source: Any
     ints: Any
@@ -38,9 +36,6 @@ class _SampledRows(NamedTuple):
 
 
 class PrefillSampler:
-    """Samples the first token of each prompt that ends in a chunk. Used by the dispatch thread
-    only."""
-
     def __init__(
         self,
         programs: Programs,
@@ -60,14 +55,9 @@ class PrefillSampler:
         """Issues the programs that choose the chunk's tokens.
 
         Args:
-            command: The chunk.
             x: Activations after the last layer. [ranks, R, D] for the last token of each row, in
                 the order of the command's rows on each dp rank; or [ranks, T, D] for all tokens
                 with `every_token`.
-            every_token: Whether `x` has the activations of all tokens.
-
-        Returns:
-            The chosen tokens, or None if no row samples.
         """
         per_rank = Counter(row.rank for row in command.rows for _ in row.samples)
         if not per_rank:
@@ -95,12 +85,10 @@ class PrefillSampler:
         return self._head(x, rows)
 
     def warm_up(self, x: jax.Array) -> None:
-        """Compiles the programs, by running them on the activations `x` of a chunk of padding."""
         count = 1 if x.shape[1] == 1 else self._limits.samples_per_chunk
         jax.block_until_ready(self._head(x, self._empty(count, False, False)).token)
 
     def _empty(self, count: int, penalised: bool, masked: bool) -> _SampledRows:
-        """Returns empty parameters with room for this number of samples per dp rank."""
         shape = self._limits.ranks, count
         if count not in self._neutral:
             counts = np.zeros((*shape, self._rows.vocabulary), np.int32)
@@ -116,9 +104,6 @@ class PrefillSampler:
         )
 
     def _head(self, x: jax.Array, rows: _SampledRows) -> Chosen:
-        """Issues the program that chooses tokens. There is one for a chunk of one row and one
-        sample, and one for packed chunks. If there are activations of all tokens, a small program
-        gathers those of the samples first."""
         stem, shards, row_format, programs = (
             self._weights.head,
             self._shards,
@@ -157,8 +142,6 @@ class PrefillSampler:
         return programs.get(("head", count), build)(stem.leaves, x, on_mesh)
 
     def _gathered(self, x: jax.Array, source: np.ndarray) -> jax.Array:
-        """Returns x[rank, source[rank]], [ranks, samples, D]."""
-
         def body(x: jax.Array, source: jax.Array) -> jax.Array:
             return jnp.take(x[0], source[0], axis=0, mode="clip")[None]
 

@@ -18,13 +18,7 @@ from jdisagg.executor.programs import Programs
 
 
 class PrefillStages:
-    """The prefill programs of all stages. Used by the dispatch thread only.
-
-    Args:
-        stages: For each stage, the mesh's programs and the prefill programs.
-        stage_of: Stage of each layer group.
-        images: Image programs, or None if the model reads no images.
-    """
+    """The prefill programs of all stages. Used by the dispatch thread only."""
 
     def __init__(
         self,
@@ -37,9 +31,8 @@ class PrefillStages:
     def run(
         self, chunk: ChunkArrays, deep: Any = ()
     ) -> tuple[jax.Array, list[jax.Array], list[jax.Array]]:
-        """Issues the programs of one chunk. Returns the result of `PrefillPrograms.run` for the
-        whole model, with the blocks and checksums of all layer groups. Warm-up passes `deep`, which
-        is an argument of `PrefillPrograms.run`."""
+        """Returns the result of `PrefillPrograms.run` for the whole model, with the blocks and
+        checksums of all layer groups."""
         (_, first), *later = self._stages
         x, blocks, sums = first.run(chunk, deep=deep, images=self._images)
         for programs, stage in later:
@@ -50,12 +43,6 @@ class PrefillStages:
     def cut(
         self, blocks: Sequence[jax.Array], groups: range, rank: int, offset: int, tokens: int
     ) -> jax.Array:
-        """Cuts the tokens of one offer out of a chunk's KV blocks (`PrefillPrograms.cut`).
-
-        Args:
-            blocks: Blocks of all layer groups.
-            groups: Layer groups of the offer, all of one stage.
-        """
         _, stage = self._stages[self._stage_of[groups.start]]
         assert self._stage_of[groups.start] == self._stage_of[groups.stop - 1], groups
         return stage.cut(blocks[groups.start : groups.stop], rank, offset, tokens)

@@ -75,8 +75,7 @@ class ProgramCache(CacheInterface):
         return entry
 
     def put(self, key: str, value: bytes) -> None:
-        """Writes an entry. Replaces an existing file, because JAX compiles only if the file could
-        not be read."""
+        """Replaces an existing file, because JAX compiles only if the file could not be read."""
         try:
             self._write(key, value)
         finally:
@@ -96,7 +95,7 @@ class ProgramCache(CacheInterface):
         return self._path / f"{key}-lock"
 
     def _read(self, key: str) -> bytes | None:
-        """Returns an entry, or None if there is none. Never waits for another process."""
+        """Never waits for another process."""
         try:
             return self._entry(key).read_bytes()
         except FileNotFoundError:
@@ -112,8 +111,7 @@ class ProgramCache(CacheInterface):
             new.unlink(missing_ok=True)
 
     def _lock(self, key: str) -> None:
-        """Waits until this thread has the lock on an entry, or until a time limit. If locking
-        fails, the program is compiled without a lock."""
+        """If locking fails, the program is compiled without a lock."""
         with suppress(OSError):
             lock = os.open(self._lock_file(key), os.O_RDWR | os.O_CREAT, 0o600)
             self._compiling.lock = lock

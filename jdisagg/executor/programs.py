@@ -1,12 +1,11 @@
 """Caches compiled programs by key, and puts host arrays on the mesh. No program is compiled twice.
 
 A program is compiled ahead of time from abstract arguments with explicit shardings. A call with
-other shapes raises an error instead of compiling again. `compilations` counts the compiled programs
-and does not grow in steady state.
+other shapes raises an error instead of compiling again.
 
 A mesh may span several processes, each of which runs the same programs in the same order. Host
 arrays are then put on the mesh by a callback, because `device_put` would communicate with the other
-processes. Results for the host are gathered over mesh axis dp inside the program."""
+processes."""
 
 import contextlib
 import logging
@@ -41,9 +40,6 @@ TURN_SECONDS = 2e-4
 
 
 class _ShortTurns:
-    """A context with the thread switch interval `TURN_SECONDS`. Contexts of several threads may
-    overlap."""
-
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._inside = 0
@@ -67,14 +63,12 @@ _short_turns = _ShortTurns()
 
 
 def _name(key: Hashable) -> str:
-    """Returns the part of a program's key that is short: its kind and its sizes."""
     parts = key if isinstance(key, tuple) else (key,)
     return " ".join(str(part) for part in parts if isinstance(part, (str, int)))
 
 
 @contextlib.contextmanager
 def _slow_logged(key: Hashable) -> Iterator[None]:
-    """Returns a context that logs the compilation of a program if it is slow."""
     began, name = time.monotonic(), _name(key)
     text = "compiling program %s for %.0f s"
     timer = threading.Timer(SLOW_SECONDS, _logger.info, (text, name, SLOW_SECONDS))
@@ -89,8 +83,7 @@ def _slow_logged(key: Hashable) -> Iterator[None]:
 
 
 class MissingProgram(Exception):
-    """Raised for a program that is not compiled yet. Its method `compile` compiles the program, on
-    any thread."""
+    """Raised for a program that is not compiled yet."""
 
     def __init__(self, compile: Callable[[], object]) -> None:
         super().__init__("the program is not compiled yet")
@@ -120,12 +113,10 @@ class Programs:
 
     @property
     def stages(self) -> tuple["Programs", ...]:
-        """The programs of each pipeline stage, in order, beginning with these."""
         return self, *self.later
 
     @property
     def compilations(self) -> int:
-        """Number of compiled programs of all stages."""
         return self._compilations + sum(stage.compilations for stage in self.later)
 
     @contextlib.contextmanager
@@ -198,7 +189,6 @@ class Programs:
         return host if direct else self.put(host)
 
     def zeros(self, shape: tuple[int, ...], dtype: DTypeLike, spec: PartitionSpec) -> Any:
-        """Makes an array of zeros with this PartitionSpec."""
         abstract = jax.ShapeDtypeStruct(shape, dtype)
         return jax.jit(
             lambda: jnp.zeros(shape, dtype), out_shardings=self._formats(abstract, spec)
@@ -245,12 +235,9 @@ class Programs:
         """Compiles a `shard_map` of `body` over the mesh.
 
         Args:
-            body: Function to run on each device with the device's shards.
-            arguments: Arrays or abstract arrays with the arguments' shapes.
             in_specs, out_specs: Pytrees of PartitionSpec that match the arguments and results leaf
                 by leaf. Donated arguments and their results need equal, explicit shardings, because
                 XLA aliases only such arrays.
-            donate: Indices of donated arguments.
         """
         options = self.options_of(arguments)
         try:
@@ -273,7 +260,6 @@ class Programs:
             return self.compile(body, arguments, in_specs, out_specs, donate)
 
     def options_of(self, arguments: Any) -> dict[str, str | bool]:
-        """Returns XLA's options of a program with these (abstract) arguments."""
         kinds = {jnp.dtype(leaf.dtype) for leaf in jax.tree.leaves(arguments)}
         narrow = any(jnp.issubdtype(kind, jnp.floating) and kind.itemsize < 4 for kind in kinds)
         return self.compiler_options | ({} if narrow else self._float32_options)
@@ -308,8 +294,8 @@ class Programs:
         ).trace(*abstract)
 
     def _formats(self, arrays: Any, specs: Any) -> Any:
-        """Returns the shardings of a program's arguments or results. On platforms that need it,
-        those of weights and pages include the order of axes in memory."""
+        """On platforms that need it, the shardings of weights and pages include the order of
+        axes in memory."""
         return jax.tree.map(
             lambda array, sharding: (
                 sharding

@@ -2,8 +2,7 @@
 tokens of a prefill chunk.
 
 The head runs in blocks of tokens, so that the logits of a whole chunk are never materialised
-(except by `PromptScorer.logits`), and each device keeps its part of the vocabulary. There is one
-program for each chunk size. Programs that warm-up has not run are compiled at the first request."""
+(except by `PromptScorer.logits`), and each device keeps its part of the vocabulary."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -29,9 +28,6 @@ BLOCK_TOKENS = 64
 
 
 class PromptScorer:
-    """Computes log-probabilities of the tokens in prefill chunks. Used by the dispatch thread
-    only."""
-
     def __init__(
         self, programs: Programs, weights: Weights, shards: Shards, vocabulary: int
     ) -> None:
@@ -67,7 +63,6 @@ class PromptScorer:
         return whole[row.rank, span, : self._vocabulary]
 
     def _local_logits(self, leaves: tuple[jax.Array, ...], x_TD: jax.Array) -> jax.Array:
-        """Returns the logits of this device's vocabulary part."""
         head: Any = self._weights.head.merge(leaves)
         return head.logits(reveal(x_TD), replace(self._shards, tp=()))
 
@@ -109,8 +104,7 @@ class PromptScorer:
 def read_scores(
     command: PrefillChunk, scores: TokenScores
 ) -> tuple[tuple[int, PromptLogprobs], ...]:
-    """Returns the log-probabilities that the rows of a chunk request. Blocks until they are
-    computed."""
+    """Blocks until they are computed."""
     host = TokenScores(*map(jax.device_get, scores))
     return tuple(
         (row.sequence, _of_row(row, row.prompt_logprobs, host))

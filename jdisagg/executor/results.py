@@ -46,8 +46,6 @@ def start_reading(arrays: Iterable[jax.Array | None]) -> None:
 
 @dataclass
 class Finished:
-    """The result of a command that is complete as soon as it is issued."""
-
     step: int
     in_order: bool = True
 
@@ -102,8 +100,7 @@ class PrefillReading:
 
 @dataclass
 class BlockReading:
-    """The result of inserting or extracting a block: its checksum, and whether it is intact. `copy`
-    is the block's copy to host memory, or None."""
+    """`copy` is the block's copy to host memory, or None."""
 
     step: int
     offer_id: int
@@ -129,8 +126,6 @@ class StepChoice:
     """The tokens of one decode step, as device arrays.
 
     Attributes:
-        parts: Chosen tokens of each batch of the step. An instance without pipeline stages has one
-            batch.
         places: Index of each of the step's rows among the rows of all parts, int32 [ranks, rows].
             None if there is one part in the order of the rows.
     """
@@ -139,7 +134,6 @@ class StepChoice:
     places: np.ndarray | None = None
 
     def start_reading(self, scored: bool) -> None:
-        """Starts to copy all tokens to the host, and with `scored` the log-probabilities."""
         for part in self.parts:
             start_reading(part if scored else (part.token,))
 
@@ -180,7 +174,6 @@ class DecodeReading:
 
     @property
     def scored(self) -> bool:
-        """Whether some row asks for log-probabilities."""
         return any(count is not None for row in self.wanted for count in row)
 
     def is_ready(self) -> bool:
@@ -218,8 +211,6 @@ class DecodeReading:
 
 @dataclass
 class MixedReading:
-    """The results of a command that runs a prefill chunk and a decode step."""
-
     prefill: PrefillReading
     decode: DecodeReading
     in_order: bool = True
@@ -234,8 +225,7 @@ class MixedReading:
 
 @dataclass
 class PullReading:
-    """The result of a pull in progress. A failed pull is a result, not an exception, because the
-    worker decides about retries."""
+    """A failed pull is a result, not an exception, because the worker decides about retries."""
 
     step: int
     offer_id: int
@@ -260,7 +250,6 @@ class _Host:
         return int(self._token[rank, row])
 
     def offsets(self, rank: int, row: int) -> list[int]:
-        """Returns the offsets of a decode row's tokens: 0, and one more for each accepted draft."""
         own, *others = self._token[rank, row].tolist()
         return [0, *(at for at, token in enumerate(others, 1) if token != NO_TOKEN)]
 

@@ -1,8 +1,7 @@
 """Runs the disk commands of one mesh, which copy blocks from host memory to files and back.
 
 Called on the dispatch thread. The threads of the disk store read and write the files
-(`transfer/disk_store.py`). A command fails at its deadline. A block that is loaded only after the
-deadline is dropped if it is no longer needed."""
+(`transfer/disk_store.py`). A command fails at its deadline."""
 
 import threading
 from collections.abc import Callable, Sequence
@@ -106,7 +105,6 @@ class SavedBlocks:
                 return self._disk.remove(command.names)
 
     def _load(self, disk: DiskStore, command: LoadBlock) -> "Future[DiskOutcome]":
-        """Loads a block from disk into host memory."""
         for offer_id in command.offer_ids:
             self._host.expect(offer_id)
         loaded: Future[DiskOutcome] = Future()
@@ -131,7 +129,7 @@ class SavedBlocks:
 
 
 def _arrays(pieces: Sequence[Shards]) -> list[SavedArray]:
-    """Converts pieces in host memory to NumPy arrays. Copies only if the host memory is pinned."""
+    """Copies only if the host memory is pinned."""
     with jax.transfer_guard_device_to_host("allow"):
         return [
             SavedArray(number, box, np.asarray(array))

@@ -3,11 +3,7 @@
 Each dp rank and slot has one row in each of four arrays. `hot` int32 [2] (current token and its
 position) changes every step. `ints` and `floats` (limits, sampling parameters, stop and bias ids,
 page table) change on admission and growth. `counts` int32 [V] counts each token in the sequence,
-for penalties. With few arrays, a step has few arguments, and the admission of a sequence needs few
-transfers.
-
-The sampling parameters of a prefill chunk's rows are packed in the same way. All parameters come
-from a `SampleSpec`."""
+for penalties."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -88,16 +84,13 @@ class RowFormat:
             floats[_FLOATS + column] = bias
 
     def pack_adapter(self, ints: np.ndarray, slot: int) -> None:
-        """Sets the adapter slot in a slot's row."""
         if self.adapters:
             ints[-1] = slot
 
     def adapter(self, ints_BI: jax.Array) -> jax.Array:
-        """Returns the adapter slot of each row. Only for a mesh with adapter slots."""
         return ints_BI[:, -1]
 
     def pack_pages(self, ints: np.ndarray, pages: Iterable[int], limit: int) -> None:
-        """Updates the page table and the position limit in a slot's row."""
         ints[_LIMIT] = limit
         row = tuple(pages)
         ints[_TABLE : _TABLE + self.table_columns] = 0
@@ -111,11 +104,9 @@ class RowFormat:
         return ints_BI[:, _LIMIT], ints_BI[:, _TABLE : _TABLE + self.table_columns]
 
     def state(self, ints_BI: jax.Array) -> jax.Array:
-        """Returns the index of each row's recurrent state."""
         return ints_BI[:, _STATE]
 
     def features(self, ints_BI: jax.Array) -> jax.Array:
-        """Returns the bits of each row's features, int32 [B]."""
         return ints_BI[:, _FEATURES]
 
     def turned(self, rows: "BatchRows") -> jax.Array:
@@ -125,7 +116,6 @@ class RowFormat:
     def sampling(
         self, ints_BI: jax.Array, floats_BF: jax.Array, position_B: jax.Array
     ) -> SamplingRows:
-        """Returns the sampling parameters for the choice of each row's token at `position_B`."""
         return SamplingRows(
             temperature=floats_BF[:, 0],
             top_k=ints_BI[:, _TOP_K],
@@ -139,8 +129,7 @@ class RowFormat:
     def batch(
         self, slot_B: jax.Array, hot_S2: jax.Array, ints_SI: jax.Array, floats_SF: jax.Array
     ) -> "BatchRows":
-        """Gathers the state of a step's rows by slot number. A row with an out-of-range slot number
-        is inactive."""
+        """A row with an out-of-range slot number is inactive."""
         ints_BI = jnp.take(ints_SI, slot_B, axis=0, mode="clip")
         token_B, position_B = jnp.take(hot_S2, slot_B, axis=0, mode="clip").T
         return BatchRows(
@@ -180,8 +169,7 @@ def _features(params: SamplingParams) -> int:
 
 
 class BatchRows(NamedTuple):
-    """The slot state of the rows of one decode step, on one dp rank. Only `active` rows compute a
-    token."""
+    """Only `active` rows compute a token."""
 
     slot: jax.Array  # int32 [B]
     ints: jax.Array  # int32 [B, I]
@@ -196,7 +184,6 @@ class BatchRows(NamedTuple):
         return jnp.where(self.active, self.position, 0)
 
     def advance(self, hot_S2: jax.Array, chosen_B: jax.Array) -> jax.Array:
-        """Returns `hot` updated with the chosen tokens and the next positions."""
         next_B2 = jnp.stack(
             (
                 jnp.where(self.active, chosen_B, self.token),

@@ -26,11 +26,7 @@ def recur_over(
     """Returns the function by which a layer updates its recurrent states.
 
     Args:
-        pages: State arrays of the layer.
-        slot_R: State slot of each row.
         fresh_R: Whether the row begins a sequence, so that its state is zero. None if no row does.
-        runs: Token ranges of the rows in a prefill chunk. None if each row is one token.
-        keep: Function that receives the updated state arrays.
         stop_slot_R: Slot for the state of each row after `Runs.stop_R` tokens. None if `runs` has
             no `stop_R`.
     """
@@ -65,12 +61,8 @@ def runs_of(
     """Returns the token ranges of a prefill chunk's rows.
 
     Args:
-        segment_T: Index of each token's row; -1 for padding.
-        positions_T: Position of each token in its sequence.
-        past_R: Position of each row's first token in the chunk.
         grain: Number of tokens that one recurrence step computes. Rows begin at multiples of
             `grain`.
-        stop_R: As in `Runs`.
     """
     row_R = jnp.arange(past_R.shape[0], dtype=jnp.int32)
     mine_RT = segment_T[None, :] == row_R[:, None]

@@ -17,16 +17,12 @@ from jdisagg.ops.quarantine import seal
 
 
 class _Places(NamedTuple):
-    """Page table, and the page and offset that each row writes, in one page pool."""
-
     table_BN: jax.Array
     page_B: jax.Array
     slot_B: jax.Array
 
 
 class StepAttention:
-    """Builds the attention functions of the layers of one step, on one dp rank."""
-
     def __init__(
         self, step: DraftRows, rows: RowFormat, pools: Pools, ring_pages: int, platform: str
     ) -> None:
@@ -39,8 +35,7 @@ class StepAttention:
         self._positions_BQ = step.positions_BQ
 
     def over(self, pages: LayerPages, rings: LayerPages, keep: list[LayerPages]) -> Attend:
-        """Returns the attention function of a layer whose KV is in `pages` or in `rings`. The
-        function appends the updated page arrays to `keep`."""
+        """The function appends the updated page arrays to `keep`."""
         layer_pages, places = (rings, self._in_rings) if rings else (pages, self._in_pages)
 
         def attend(
@@ -58,11 +53,9 @@ class StepAttention:
     def write(
         self, pages: LayerPages, k_TKH: jax.Array, v_TKH: jax.Array | None, index: Index | None
     ) -> LayerPages:
-        """Writes the KV of the step's rows to a layer's pages, and returns the new pages."""
         return _write(pages, self._in_pages, k_TKH, v_TKH, index)
 
     def read(self, q_TNH: jax.Array, pages: LayerPages, how: AttendOptions) -> jax.Array:
-        """Returns the attention output of the step's rows over a layer's pages."""
         return self._attend(q_TNH, pages, self._in_pages, how)
 
     def _attend(
@@ -100,7 +93,7 @@ def _write(
 
 
 def _places(table_BN: jax.Array, row: BatchRows, pool: PagePool) -> _Places:
-    """Returns where each row writes its KV. Inactive rows write to the pool's dummy pages."""
+    """Inactive rows write to the pool's dummy pages."""
     size, row_B = pool.page_size, jnp.arange(row.slot.shape[0], dtype=jnp.int32)
     page_B, slot_B = decode_coordinates(table_BN, row.at, slots=size)
     return _Places(
@@ -111,12 +104,9 @@ def _places(table_BN: jax.Array, row: BatchRows, pool: PagePool) -> _Places:
 
 
 def _ring_table(slot_B: jax.Array, columns: int, ring_pages: int) -> jax.Array:
-    """Returns a page table in which the ring-buffer pages of each row's slot repeat."""
     turn_N = jnp.arange(columns, dtype=jnp.int32) % max(1, ring_pages)
     return slot_B[:, None] * ring_pages + turn_N[None, :]
 
 
 def _slot_rows(step: DraftRows, of_T: jax.Array) -> jax.Array:
-    """Orders values of a step's rows by slot. The rows of one slot are in the order of their
-    positions."""
     return step.by_slot(of_T).reshape(-1, *of_T.shape[1:]) if step.drafts else of_T

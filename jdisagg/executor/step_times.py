@@ -42,7 +42,6 @@ def measure_step_times(executor: MeshExecutor) -> StepTimes:
 
 
 def _chunks(executor: MeshExecutor, room: int) -> Iterator[tuple[int, int, float]]:
-    """Yields (tokens, cached tokens, seconds). `room`: Largest number of positions."""
     sizes, page = executor.limits.computed.chunk_buckets, executor.limits.page_size
     # A prefill mesh does not measure its largest chunk, which takes as long as all others together.
     # A chunk with earlier tokens needs room for one page of earlier tokens.
@@ -56,7 +55,6 @@ def _chunks(executor: MeshExecutor, room: int) -> Iterator[tuple[int, int, float
 
 
 def _steps(executor: MeshExecutor, room: int) -> Iterator[tuple[int, int, float]]:
-    """Yields (sequences, context tokens, seconds). `room`: Largest number of positions."""
     sizes, slots = executor.limits.batch_buckets, executor.limits.slots_per_rank
     most, long = min(sizes[-1], slots), max(1, min(room - STEPS, PAST_TOKENS))
     for size, context in dict.fromkeys(((1, 1), (most, 1), (most, long))):
@@ -64,7 +62,6 @@ def _steps(executor: MeshExecutor, room: int) -> Iterator[tuple[int, int, float]
 
 
 def _chunk(executor: MeshExecutor, size: int, count: int, past: int) -> PrefillChunk:
-    """Returns a chunk of `size` tokens: `count` tokens of a prompt on each rank, and padding."""
     limits = executor.limits
     pages = tuple(range(pages_for(past + count, limits.page_size)))
     rows = [

@@ -22,7 +22,6 @@ WarmUpStep = Callable[[], object]
 
 
 def warm_up_steps(executor: MeshExecutor) -> list[WarmUpStep]:
-    """Returns the warm-up of a mesh, in the order to run it."""
     limits, role, blocks = executor.limits, executor.role, executor.blocks
     steps = _chunk_steps(executor)
     if limits.adapters:
@@ -49,7 +48,6 @@ def warm_up_steps(executor: MeshExecutor) -> list[WarmUpStep]:
 
 
 def _chunk_steps(executor: MeshExecutor) -> list[WarmUpStep]:
-    """Returns the steps for prefill chunks."""
     limits, role = executor.limits, executor.role
     if not (role.prefill or limits.append_buckets):
         return []
@@ -67,8 +65,6 @@ def _chunk_steps(executor: MeshExecutor) -> list[WarmUpStep]:
 
 
 def _pairs(executor: MeshExecutor) -> list[WarmUpStep]:
-    """Returns the steps for decode steps of two programs: without drafts for rows with a grammar,
-    and with drafts, if steps verify drafts or tokens that a grammar forces."""
     limits, grammars = executor.limits, executor.grammars
     drafts = limits.longest_run > 1 and (grammars or limits.speculates)
     forms = [False] * grammars + [True] * drafts
@@ -78,7 +74,6 @@ def _pairs(executor: MeshExecutor) -> list[WarmUpStep]:
 
 
 def _snapshot_shapes(limits: MeshLimits) -> list[_Shape]:
-    """Returns the shapes of the blocks of the prefix cache's snapshots."""
     if not limits.snapshot_tokens:
         return []
     state: list[_Shape] = [(range(1), 1, KvKind.STATE)] if limits.kv_spec.has_state else []
@@ -86,8 +81,6 @@ def _snapshot_shapes(limits: MeshLimits) -> list[_Shape]:
 
 
 def _steps_apart(executor: MeshExecutor) -> list[WarmUpStep]:
-    """Returns the steps for KV that is transferred separately: recurrent state and sliding
-    windows."""
     limits, role, blocks = executor.limits, executor.role, executor.blocks
     alone = role.prefill and role.decode and not (role.extracts or role.spills)
     sent = [(range(1), 1, KvKind.STATE)] if limits.kv_spec.has_state and not alone else []
@@ -106,8 +99,6 @@ def _steps_apart(executor: MeshExecutor) -> list[WarmUpStep]:
 
 
 def _shapes_of(limits: MeshLimits, tokens: int) -> list[_Shape]:
-    """Returns the shapes (layer groups, tokens, kind) of the blocks into which all KV of `tokens`
-    tokens is divided."""
     largest = limits.chunk_buckets[-1]
     lengths = {
         length

@@ -4,8 +4,7 @@ A thread reads a checkpoint onto the instance's devices, so that running steps c
 `PutWeights` then replaces the arrays of every part between two steps. Programs get all weights as
 arguments, so that no program is compiled again. This requires equal shapes and an equal
 configuration, which are checked when the weights are read. Everything derived from a checkpoint
-(reordered and quantized matrices, KV scales, the next-token layer) is computed while it is read.
-Adapters are separate arrays and stay in their slots."""
+(reordered and quantized matrices, KV scales, the next-token layer) is computed while it is read."""
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -86,9 +85,6 @@ seconds of the lease, and the fingerprint of the content."""
 
 @dataclass
 class _Staged:
-    """Staged weights: fingerprint, model, the model's parts without adapters, and bytes on this
-    process's devices."""
-
     content: str
     model: Model
     weights: Weights
@@ -97,8 +93,7 @@ class _Staged:
 
 @dataclass
 class _Reading:
-    """The reading of new weights for the `ReadWeights` command `number`. The reading ends early
-    when `dropped` is set."""
+    """The reading ends early when `dropped` is set."""
 
     number: int
     staged: "Future[_Staged]"
@@ -106,15 +101,11 @@ class _Reading:
 
 
 class _NoRoom(InvalidRequestError):
-    """Raised if a device lacks `missing` bytes for a second copy of the weights."""
-
     missing: int = 0
 
 
 @dataclass
 class WeightsReading:
-    """A `ReadWeights` or `OfferWeights` command in progress."""
-
     step: int
     done: "Future[_Staged] | Future[WeightsOffer]"
     in_order: bool = False
@@ -150,9 +141,6 @@ class WeightSwaps:
     """The weights of all meshes of an instance. Used by the dispatch thread. `read` does not wait
     for the files.
 
-    Args:
-        stages: Programs, weights and pools of each pipeline stage.
-
     Attributes:
         source: Reader of new weights. With None, updates are refused.
         make_offer: Function that offers the weights to other workers, or None if the worker cannot.
@@ -187,8 +175,7 @@ class WeightSwaps:
         self._thread = ThreadPoolExecutor(1, f"{self._platform}-weights")
 
     def read(self, command: ReadWeights) -> WeightsReading:
-        """Starts to read new weights from a checkpoint folder or an offer. Drops weights that were
-        staged before."""
+        """Drops weights that were staged before."""
         self.drop()
         dropped = threading.Event()
         staged = self._thread.submit(self._read, command.folder, dropped)
@@ -196,7 +183,6 @@ class WeightSwaps:
         return WeightsReading(command.step, staged)
 
     def offer(self, command: OfferWeights) -> WeightsReading:
-        """Starts to offer the weights to other workers."""
         assert isinstance(self._model, nnx.Module)
         named = {
             "/".join(map(str, path)): variable.get_value()
@@ -228,7 +214,6 @@ class WeightSwaps:
         self._reading = None
 
     def change(self, command: StepCommand) -> None:
-        """Runs a command that changes the weights of the mesh."""
         match command:
             case PutWeights():
                 self._put(command.staged)
@@ -269,7 +254,6 @@ class WeightSwaps:
         return _Staged(content, model, weights, nbytes)
 
     def _check_room(self) -> None:
-        """Raises `_NoRoom` if a device has no room for a second copy of the weights."""
         if self._resting is not None:  # pages are freed, and of the weights there is one copy
             return
         for device in self._devices:
@@ -292,8 +276,6 @@ class WeightSwaps:
                 raise error
 
     def _check_form(self, folder: str, model: Model, weights: Weights) -> None:
-        """Raises InvalidRequestError if the compiled programs do not support the new weights,
-        because a shape or the configuration differs."""
         same = (
             model.vocabulary == self._model.vocabulary
             and model.kv_spec == self._model.kv_spec
@@ -312,7 +294,6 @@ class WeightSwaps:
             )
 
     def _put(self, number: int) -> None:
-        """Replaces the weights by staged ones. Waits until these are read."""
         reading, self._reading = self._reading, None
         assert reading is not None and reading.number == number, "the worker read them before"
         self._end_offers()
@@ -346,8 +327,7 @@ class WeightSwaps:
             pools.drop()
 
     def _wake(self) -> None:
-        """Allocates pages, and copies weights back from host memory. Weights that were dropped at
-        sleep have been read again by earlier commands."""
+        """Weights that were dropped at sleep have been read again by earlier commands."""
         resting, self._resting = self._resting, None
         if resting is None:
             return
@@ -373,8 +353,6 @@ def _free_bytes(device: Device) -> int | None:
 
 
 class _HostArray:
-    """A copy of this process's shards of an array in host memory, each shard once."""
-
     def __init__(self, array: jax.Array) -> None:
         self._shape, self._sharding = array.shape, array.sharding
         self._parts: dict[Box, np.ndarray] = {}
@@ -392,8 +370,6 @@ class _HostArray:
 
 
 def _merged(part: Part, base: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
-    """Returns the arrays of a part: those of `base`, which lacks adapters, together with the part's
-    adapter stacks."""
     stacks = {place.leaf for place in part.stacks}
     rest = iter(base)
     return tuple(

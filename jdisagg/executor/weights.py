@@ -23,8 +23,6 @@ class StackPlace(NamedTuple):
     """One stack of adapter factors among the leaves of a part.
 
     Attributes:
-        leaf: Index of the leaf.
-        module: Path of the adapter's module in the part.
         factor: "a" or "b".
         slot_axis: Dimension of the slots.
     """
@@ -37,8 +35,7 @@ class StackPlace(NamedTuple):
 
 @dataclass
 class Part:
-    """One module of the model: its arrays, their PartitionSpecs, and the module's structure without
-    arrays. `stacks` are the leaves that hold adapters. Only these leaves change."""
+    """`stacks` are the leaves that hold adapters. Only these leaves change."""
 
     leaves: tuple[jax.Array, ...]
     specs: tuple[PartitionSpec, ...]
@@ -74,8 +71,6 @@ NO_ADAPTERS = AdapterSize()
 
 
 class VisionParts(NamedTuple):
-    """The parts of a vision encoder (`model_api.Vision`)."""
-
     patches: Part
     blocks: tuple[Part, ...]
     merger: Part
@@ -93,11 +88,9 @@ class Weights:
 
     Attributes:
         stem: Embedding, and final norm and head if the instance has one pipeline stage.
-        head: Final norm and head.
         held: Indices of the layers on the mesh that uses these weights. With one pipeline stage,
             these are all layers.
         next_token: The layer that drafts tokens. Its KV comes after the KV of `layers`.
-        vision: The vision encoder, on the mesh with the embedding.
     """
 
     stem: Part
@@ -111,7 +104,6 @@ class Weights:
 
     @property
     def parts(self) -> tuple[Part, ...]:
-        """All parts, each once."""
         head = () if self.head is self.stem else (self.head,)
         next_token = () if self.next_token is None else (self.next_token,)
         vision = () if self.vision is None else self.vision.parts
@@ -119,18 +111,15 @@ class Weights:
 
     @property
     def begins(self) -> bool:
-        """Whether the mesh has the embedding and the first layer."""
         return self.held.start == 0
 
     @property
     def ends(self) -> bool:
-        """Whether the mesh has the last layer, final norm and head."""
         return self.held.stop == len(self.layers)
 
     @property
     def edge(self) -> Part | None:
-        """The parts outside the layers that a step on this mesh needs. None on a mesh between the
-        first and the last stage."""
+        """None on a mesh between the first and the last stage."""
         return self.stem if self.begins else self.head if self.ends else None
 
     @cached_property
@@ -140,12 +129,10 @@ class Weights:
         return () if part is None else part.merge(part.leaves).taps  # type: ignore[attr-defined]
 
     def of_stage(self, held: range) -> "Weights":
-        """Returns the weights for the mesh of the pipeline stage with the layers `held`."""
         return replace(self, held=held)
 
     def __getitem__(self, group: range) -> list[Part]:
-        """Returns the layers with the indices in `group`. The layer that drafts tokens, if any, has
-        the index after the last layer."""
+        """The layer that drafts tokens, if any, has the index after the last layer."""
         every = self.layers if self.next_token is None else (*self.layers, self.next_token)
         return [every[index] for index in group]
 
@@ -156,7 +143,6 @@ def split_model(
     """Splits a loaded model into its parts. The parts share the model's arrays.
 
     Args:
-        adapters: Room for adapters.
         zeros: Creates the arrays of each layer's adapter slots from shape, dtype and PartitionSpec.
             None makes shapes only.
     """
@@ -203,8 +189,7 @@ def _part(module: object, layout: Layout) -> Part:
 
 
 def mesh_shards(mesh: Mesh, layout: Layout, platform: str) -> Shards:
-    """Returns the names of the mesh axes that programs on this mesh use. Axes of size one are
-    omitted, so that they cause no collective."""
+    """Axes of size one are omitted, so that they cause no collective."""
 
     def real(axes: Sequence[str]) -> tuple[str, ...]:
         return tuple(axis for axis in axes if mesh.shape[axis] > 1)

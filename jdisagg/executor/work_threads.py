@@ -4,7 +4,7 @@ thread waits for their results.
 The event loop never calls JAX. `submit` queues a job for the dispatch thread, which calls `issue()`
 to start device work. `issue()` returns an object to wait for. The completion thread waits for
 computations in order and for transfers as they arrive. It then resolves the caller's future on the
-event loop. A failed job fails only its own future."""
+event loop."""
 
 import asyncio
 import queue
@@ -41,8 +41,7 @@ class _Job:
 
 
 class WorkThreads:
-    """Owns the two threads. `submit` must be called on an event loop. Jobs are issued in the order
-    of the calls."""
+    """`submit` must be called on an event loop. Jobs are issued in the order of the calls."""
 
     def __init__(self, name: str) -> None:
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
@@ -86,9 +85,8 @@ class WorkThreads:
         self._issued.put(None)
 
     def _complete(self) -> None:
-        """Waits for results and resolves their futures. While transfers are in progress, polls
-        instead of blocking. Keeps no reference to a completed job, because that would keep the
-        job's executor alive."""
+        """Keeps no reference to a completed job, because that would keep the job's executor
+        alive."""
         steps: list[tuple[_Job, Waiting]] = []
         transfers: list[tuple[_Job, Waiting]] = []
         open_ = True
@@ -106,8 +104,6 @@ class WorkThreads:
     def _sort(
         self, steps: list[tuple[_Job, Waiting]], transfers: list[tuple[_Job, Waiting]], block: bool
     ) -> bool:
-        """Sorts newly issued jobs into `steps` and `transfers`. Returns False after the last
-        job."""
         taken = self._take(block)
         for item in taken:
             if item is not None:
@@ -125,7 +121,6 @@ class WorkThreads:
 
 
 def _finish_ready(transfers: list[tuple[_Job, Waiting]]) -> bool:
-    """Resolves the futures of transfers that have ended. Returns whether there were any."""
     ready = [item for item in transfers if item[1].is_ready()]
     for item in ready:
         transfers.remove(item)

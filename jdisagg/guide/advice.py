@@ -90,7 +90,6 @@ class Workplace:
         ]
 
     def candidate(self, advised: "ModeAdvice") -> Candidate:
-        """Returns the candidate that an advice is about."""
         mode = Mode(advised.mode)
         found = self.candidates(mode, advised.chunk_tokens)
         return found[max(1, advised.prefill_instances) - 1]
@@ -125,8 +124,6 @@ class GuideAdvice(msgspec.Struct, frozen=True):
 
     Attributes:
         mode: The advised mode, or "" if no mode meets the objectives at the rate.
-        sentence: The reasons, as text.
-        modes: The cost model's prediction for each mode.
     """
 
     mode: str
@@ -147,7 +144,6 @@ class Simulated(msgspec.Struct, frozen=True):
 
     @property
     def met(self) -> float:
-        """Fraction of the requests that meet all objectives."""
         return sum(not one for one in self.missed) / len(self.missed)
 
     def count(self, name: str) -> int:
@@ -201,8 +197,8 @@ def advice(
     rate: float,
     objectives: Objectives,
 ) -> GuideAdvice:
-    """Returns the advice for `rate` requests per second. `found`: for each mode, the cost model's
-    prediction and the simulation's results, simplest mode first."""
+    """`found`: for each mode, the cost model's prediction and the simulation's results, simplest
+    mode first."""
     modes = tuple(mode for mode, _ in found)
     holding = [mode for mode, seen in found if mode.rate >= rate and seen.met >= ATTAINMENT]
     if not holding:
@@ -256,7 +252,6 @@ def _against(
     objectives: Objectives,
     error: float,
 ) -> str:
-    """Returns the reason, as text, why a mode was not chosen."""
     if mode.rate < rate:
         return f"{_name(mode)} carries {mode.rate:.3g} requests/s, because {_limit(mode)}"
     if seen.met < ATTAINMENT:
@@ -276,7 +271,6 @@ def _against(
 
 
 def verdict_of(mode: ModeAdvice, seen: Simulated, objectives: Objectives) -> str:
-    """Describes the simulation results of a mode as text."""
     total, kept = len(seen.missed), sum(not one for one in seen.missed)
     said = [f"{kept} of {total} requests meet all objectives."]
     if mode.link_bytes_per_second and mode.kv_bytes_per_second >= mode.link_bytes_per_second:

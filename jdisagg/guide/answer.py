@@ -58,11 +58,7 @@ class GuideQuestion(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     Attributes:
         instances: Number of instances of the smallest layout in which the model fits.
         prompt_tokens: Tokens of each long prompt.
-        output_tokens: Tokens of each answer.
-        rate: Requests per second.
         link: Name of the link between prefill and decode instances.
-        chunk_tokens: Chunk size of the chunked mode.
-        ttft_seconds, tpot_seconds: Objectives of a request.
     """
 
     model: str = "llama-3.1-8b"
@@ -102,7 +98,6 @@ class GuideRequest(msgspec.Struct, frozen=True):
             None if the request received no token.
         gaps: Times between consecutive tokens in order, as runs of equal gaps: (seconds, number of
             gaps).
-        missed: The objectives that the request missed: "ttft", "tpot", "pause".
     """
 
     arrival: float
@@ -117,12 +112,8 @@ class GuideWay(msgspec.Struct, frozen=True):
     """Simulated results of one mode. All percentiles are over requests, in seconds.
 
     Attributes:
-        ttft_p90: Time to first token.
         tpot_p90: Time per token after the first token, hand-off gap included.
         pause_p90: Longest gap between two tokens of a request.
-        pause_longest: Longest gap of all requests.
-        met: Fraction of the requests that meet all objectives.
-        goodput: Requests per second that meet all objectives.
         stalled: Fraction of the requests with a gap above the objective.
     """
 
@@ -143,12 +134,10 @@ class GuideAnswer(msgspec.Struct, frozen=True):
     """The guide's answer to a question.
 
     Attributes:
-        devices: Number of devices of one instance.
         long_part: Fraction of the requests that have long prompts.
         short_tokens: Number of tokens of the other prompts.
         pause_seconds: Longest gap between tokens that the objectives allow.
         note: Text on how the duration of fused steps was estimated.
-        ways: Simulated results of each mode.
     """
 
     devices: int
@@ -174,7 +163,6 @@ def parse_question(body: bytes, kind: type[Asked]) -> Asked:
 
 
 def arrivals_of(question: GuideQuestion) -> list[Arrival]:
-    """Returns the workload that the guide simulates: short and long prompts in random order."""
     count = max(FEWEST_REQUESTS, min(MOST_REQUESTS, math.ceil(question.rate * SECONDS)))
     lengths = Mixture(
         (
@@ -212,7 +200,6 @@ def answer(question: GuideQuestion) -> GuideAnswer:
 def _way(
     place: Workplace, question: GuideQuestion, arrivals: Sequence[Arrival], mode: ModeAdvice
 ) -> tuple[Simulated, GuideWay]:
-    """Simulates the candidate of one mode."""
     tokens: dict[str, list[int]] = {}
     kept: list[SimulatedCluster] = []
 
@@ -247,8 +234,6 @@ def _way(
 
 @dataclass(slots=True)
 class _Watched:
-    """Forwards calls to the cluster's request path, and records the token ids of each request."""
-
     front: ServingPath
     tokens: dict[str, list[int]]
 
@@ -295,7 +280,6 @@ def _fleet(place: Workplace, candidate: Candidate, between: str) -> Fleet:
 
 
 def _missed(outcome: RequestOutcome, slo: SloLimits) -> tuple[str, ...]:
-    """Returns the objectives that a request missed."""
     limits = (
         ("ttft", SloLimits(ttft_seconds=slo.ttft_seconds)),
         ("tpot", SloLimits(tpot_seconds=slo.tpot_seconds)),
@@ -318,8 +302,6 @@ def _shown(
 
 
 def _fewer(runs: list[tuple[float, int]]) -> list[tuple[float, int]]:
-    """Merges the most similar adjacent runs of gaps until SHOWN_RUNS runs are left. A merged run
-    has the mean gap of the two."""
     while len(runs) > SHOWN_RUNS:
         at = min(range(len(runs) - 1), key=lambda at: abs(runs[at][0] - runs[at + 1][0]))
         (one, times), (other, more) = runs[at : at + 2]

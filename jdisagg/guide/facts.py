@@ -53,8 +53,6 @@ _ENDLESS = 1e60
 
 
 class FactsQuestion(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The user's choice of a model of the catalogue and an accelerator of the hardware table."""
-
     model: str = "llama-3.1-8b"
     hardware: str = "h100"
 
@@ -154,7 +152,7 @@ def smallest_instance(model: str, card: Accelerator) -> Fitting:
 
 
 def facts(question: FactsQuestion) -> GuideFacts:
-    """Returns the sizes and speeds of a model on an accelerator. Takes milliseconds.
+    """Returns the sizes and speeds of a model on an accelerator.
 
     Raises:
         NothingFits: The model does not fit on MOST_DEVICES accelerators.

@@ -88,8 +88,7 @@ class _Handler(BaseHTTPRequestHandler):
             except JdisaggError as error:
                 self._refuse(HTTPStatus.BAD_REQUEST, error.message)
 
-    def log_message(self, format: str, *args: object) -> None:
-        """Overrides the log of every request."""
+    def log_message(self, format: str, *args: object) -> None: ...
 
     def _body(self) -> bytes | None:
         length = self.headers.get("content-length", "")
@@ -121,7 +120,6 @@ def _facts(body: bytes) -> bytes:
 
 @functools.cache
 def web_files() -> dict[str, bytes]:
-    """Returns the files of the page by name."""
     own = importlib.resources.files("jdisagg.guide") / "web"
     servers = importlib.resources.files("jdisagg.service.http") / "web"
     files = [file for file in own.iterdir() if file.name.endswith(tuple(TYPES))]

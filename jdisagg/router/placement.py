@@ -5,8 +5,6 @@ If no worker can start the request now, the result states the reason. Has no sid
 workers and those few prefill workers with the earliest first token. It minimizes time to first
 token + hand-off gap + remaining tokens x predicted seconds of a decode step. A first token after
 its time limit and a step beyond the TPOT bound add penalties that exceed any predicted time.
-`candidates` selects the workers and adds further penalties. A worker that still loads XLA programs
-is charged the remaining loading time.
 
 Raises UnavailableError when no worker of a required role takes requests."""
 
@@ -157,9 +155,7 @@ def weigh(
 def _ttft(
     prefills: PrefillCosts, decodes: DecodeCosts, query: PlacementQuery, policy: PlacementPolicy
 ) -> Array:
-    """Returns the seconds to the first token of each pair, as an array [prefill workers, decode
-    workers]. The array has shape [prefill workers, 1] if the time does not depend on the decode
-    worker."""
+    """The array has shape [prefill workers, 1] if the time does not depend on the decode worker."""
     if decodes.room or not policy.decode_first:
         ttft = (np.maximum(prefills.queue, 0.0) + prefills.prefill)[:, None]
     else:
@@ -188,13 +184,8 @@ def _weigh_alone(
     policy: PlacementPolicy,
     rest: Array,
 ) -> tuple[LocalCosts, Array]:
-    """Returns the costs of prefill on each decode worker, and the time to the request's end if that
-    worker computes the prompt itself.
-
-    Running streams stall while the prompt is computed, and the lost time is charged to this
-    request. Where prefill workers exist, a decode worker computes at most one chunk. It computes
-    none if a stream would wait for a token longer than the TPOT bound, or if its streams have not
-    recovered from the delay of the last chunk."""
+    """Running streams stall while the prompt is computed, and the lost time is charged to this
+    request. Where prefill workers exist, a decode worker computes at most one chunk."""
     local = local_prefills(state, decodes.side, side, decodes.table, query, now)
     costs = local.costs
     ttft = np.maximum(costs.queue, side.queue) + costs.prefill
@@ -249,9 +240,6 @@ def _said(
     query: PlacementQuery,
     policy: PlacementPolicy,
 ) -> Decision:
-    """Adds to the reason of a chosen pair why the decode worker does not compute the prompt itself.
-    Either a rule forbids this, or the worker has no prefill programs although local prefill would
-    be cheaper."""
     row = state.row_of(pair.decode)
     if weighed.local is not None and state.table.flag("can_prefill")[row]:
         at, local = int(decodes.rows.searchsorted(row)), weighed.local
@@ -407,14 +395,11 @@ def _admitted(
 def _most_queued_seconds(
     state: ClusterState, weighed: Weighed, decision: Decision, hold_seconds: float
 ) -> float:
-    """Returns the seconds of queued work at the chosen worker from which on requests are held.
-
-    A worker's queue is a mean over its dp ranks, and contains a running chunk until it ends. A
+    """A worker's queue is a mean over its dp ranks, and contains a running chunk until it ends. A
     chunk takes as long as the rank with the most tokens, and later prompts cannot join it. With
     several ranks, the running chunk and the next one are therefore allowed in addition to
     `hold_seconds`, and `hold_seconds` counts as at least one more chunk. Otherwise chunks would be
-    issued before each rank has its share. Prompts longer than this get a rank each. A wait for
-    running streams to recover (`paced_until`) is no such mean, and gets no allowance."""
+    issued before each rank has its share. Prompts longer than this get a rank each."""
     row = state.row_of(decision.prefill or decision.decode)
     ranks = float(state.table["ranks"][row])
     if ranks <= 1.0 or (decision.prefill is None and not state.table.flag("mixed")[row]):
@@ -438,8 +423,6 @@ def _with_source(
     query: PlacementQuery,
     policy: PlacementPolicy,
 ) -> Decision:
-    """Adds a source of cached KV to a decision in which the decode worker computes the prompt: the
-    worker that has more of it cached, if KV may be fetched from it."""
     source, tokens = _source(state, prefills, decodes, query, policy)
     return (
         _fetching(decision, state.name(source), tokens)
@@ -455,9 +438,7 @@ def _source(
     query: PlacementQuery,
     policy: PlacementPolicy,
 ) -> tuple[int, int]:
-    """Returns (row number, number of cached tokens) of the worker that has most of the prompt
-    cached and lets others fetch it, or (-1, 0). A decode worker is chosen only if it has more
-    tokens cached than any prefill worker."""
+    """A decode worker is chosen only if it has more tokens cached than any prefill worker."""
     found = -1, 0
     kinds = (prefills, decodes) if policy.fetch_from_decode else (prefills,)
     for some in kinds if policy.peer_fetch else ():

@@ -115,8 +115,8 @@ class SimulatedChannel:
     def pull(
         self, offered: SimulatedOffer, receiver: str, size_bytes: float, done: Callable[[], None]
     ) -> None:
-        """Starts the transfer of a published block to `receiver`. Calls `done` when the whole block
-        has arrived, or never if one of the workers is in `stalled`."""
+        """Calls `done` when the whole block has arrived, or never if one of the workers is in
+        `stalled`."""
         loop = asyncio.get_running_loop()
         if offered.owner in self.stalled or receiver in self.stalled:
             return

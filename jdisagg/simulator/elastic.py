@@ -22,8 +22,7 @@ DRAIN_SECONDS = 30.0
 
 
 class SimulatedSwitcher:
-    """Changes roles in a simulated cluster, in place of the live `RoleSwitcher`. After the change,
-    a worker has the layout of its new pool."""
+    """After the change, a worker has the layout of its new pool."""
 
     def __init__(self, cluster: SimulatedCluster, switch_seconds: float) -> None:
         self.changing = False

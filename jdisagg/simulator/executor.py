@@ -49,7 +49,6 @@ class RunningSpan:
     """A running `DecodeSteps` command.
 
     Attributes:
-        steps: Number of steps that the span runs. An interruption reduces it.
         delay: Seconds that insertions of received KV, or a fused prefill chunk, add to the span.
     """
 
@@ -80,10 +79,7 @@ class EngineTraits:
 
 class SimulatedExecutor:
     """Simulates a mesh on a virtual clock: each command completes after the time that a cost model
-    predicts. Implements `InterruptibleExecutor`.
-
-    Subclasses simulate other engines by overriding `_pace` and `_insert`
-    (benchmarks/simulator_engines/executor.py)."""
+    predicts. Implements `InterruptibleExecutor`."""
 
     # Decode commands issued before the first result is read, as the live step loop does.
     run_ahead = 1

@@ -82,7 +82,6 @@ class Fleet:
       link: Link between any two instances; None selects the scale-up link within a host and the
         scale-out link between hosts.
       overlap: Number of layer groups in which the KV of a prompt chunk is sent.
-      memory_reserve: Fraction of device memory that is kept free for activations.
       software: Engine of all instances, whose step times are simulated. `geometry` must have the
         weight and KV precision of this engine.
     """

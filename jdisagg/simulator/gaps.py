@@ -71,7 +71,6 @@ def bucket_of(seconds: float) -> int:
 
 
 def bucket_seconds(bucket: int) -> float:
-    """Returns the geometric mean of the bucket's bounds, in seconds."""
     return 0.0 if bucket == 0 else SHORTEST * math.exp((bucket - 0.5) * GROWTH)
 
 

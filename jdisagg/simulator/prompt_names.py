@@ -1,11 +1,10 @@
 """Computes the block hashes of simulated prompts, so that the live prefix caches work without
 tokens.
 
-A simulated prompt has a length and no tokens. A workload has a number, its *name*, for each block
-of `block_tokens` tokens of a prompt. Equal names mean that all tokens up to the block's end are
-equal. Live workers compute a chain of keyed hashes from tokens, one for each block of the prefix
-cache (`scheduler/residency.py`). `PromptNames` computes this chain from the workload's names
-instead.
+A workload has a number, its *name*, for each block of `block_tokens` tokens of a prompt. Equal
+names mean that all tokens up to the block's end are equal. Live workers compute a chain of keyed
+hashes from tokens, one for each block of the prefix cache (`scheduler/residency.py`). `PromptNames`
+computes this chain from the workload's names instead.
 
 Invariant: blocks that the workload does not name have no name."""
 
@@ -20,7 +19,7 @@ from jdisagg.simulator.workloads import Arrival
 
 class PromptBook:
     """Stores, for each running request, the workload's block names and the chain of hashes that was
-    computed from them. A workload's block has `block_tokens` tokens."""
+    computed from them."""
 
     def __init__(self, block_tokens: int = 512) -> None:
         self.block_tokens = block_tokens
@@ -46,8 +45,7 @@ class PromptBook:
 
 @dataclass(frozen=True, slots=True)
 class PromptNames(BlockNames):
-    """Computes the names of cached blocks for a simulated fleet. `book`: the workload's block
-    names."""
+    """Computes the names of cached blocks for a simulated fleet."""
 
     book: PromptBook = field(default_factory=PromptBook)
 

@@ -88,7 +88,6 @@ def simulate(
       seed: Seed of the request ids. The workload is generated with another seed.
       events: Listener that receives every decision of the router, such as
         `observe/decision_log.py`.
-      progress: Called with (number of ended requests, number of all requests) after each request.
       settle_seconds: Virtual seconds for which the run continues after the last request.
       enough: Called with each outcome, whose request id is the index of the arrival. Returns True
         to end the run.

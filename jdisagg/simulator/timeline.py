@@ -14,8 +14,7 @@ NUMBERS = (1 << NUMBER_BITS) - 1
 
 
 class Timeline:
-    """Records when the steps of one mesh ran. Consecutive steps are stored as one entry, a span.
-    Spans are in the order in which they ended."""
+    """Records when the steps of one mesh ran. Consecutive steps are stored as one entry, a span."""
 
     def __init__(self, index: int, worker: str = "") -> None:
         self.worker = worker

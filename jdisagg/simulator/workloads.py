@@ -67,8 +67,6 @@ class Lengths(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Fixed:
-    """Gives all requests the same prompt length and the same output length."""
-
     prompt_tokens: int
     output_tokens: int
 

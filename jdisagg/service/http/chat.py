@@ -64,7 +64,6 @@ _DOCUMENTS = FieldKind("a list of objects", msgspec.json.Decoder(list[dict[str, 
 
 
 def chat_prompt(fields: Fields) -> ChatPrompt:
-    """Reads the chat of a request: messages, tools and template options."""
     messages = fields.parts("messages", MAX_MESSAGES)
     if messages is None:
         raise InvalidRequestError("messages is missing: send a list of objects")
@@ -110,7 +109,6 @@ def template_arguments(
 
 
 def _thinking(fields: Fields, adaptive: bool | None) -> bool | None:
-    """Reads the field `thinking`, a boolean or an object with a type."""
     if not (fields.has("thinking") and begins(fields.raw("thinking"), b"{")):
         return fields.read("thinking", YES)
     if not (part := fields.part("thinking")).names:
@@ -248,8 +246,6 @@ class OfferedTools(NamedTuple):
     """The tools that the model may call.
 
     Attributes:
-        tools: Descriptions of the tools.
-        choice: Whether the model may or must call tools.
         name: Name of the tool that the model must call, or "" if it may call any tool.
     """
 
@@ -259,14 +255,13 @@ class OfferedTools(NamedTuple):
 
 
 def offered_tools(fields: Fields) -> OfferedTools:
-    """Reads the fields `tools` and `tool_choice` of the chat API."""
     tools = tuple(map(chat_tool, fields.parts("tools", MAX_TOOLS) or ()))
     return chosen_tools(fields, tools, nested=True)
 
 
 def chosen_tools(fields: Fields, tools: tuple[ChatTool, ...], *, nested: bool) -> OfferedTools:
-    """Reads the field `tool_choice` and applies it to `tools`. `nested` is True for the chat API,
-    where the name of a function is in a nested object `function`."""
+    """`nested` is True for the chat API, where the name of a function is in a nested object
+    `function`."""
     chosen = fields.read("tool_choice", ANYTHING) if fields.has("tool_choice") else "auto"
     kind = chosen.get("type", "function") if isinstance(chosen, dict) else chosen
     if isinstance(kind, str) and kind in _CHOICES:
@@ -331,15 +326,13 @@ def _name(tool: Fields, nested: bool) -> str:
 
 
 def _function(tool: Fields, nested: bool) -> Fields:
-    """Returns the object with the fields of a tool's function: the tool itself, or its nested
-    object `function`. Accepts both forms in both APIs, because clients mix them."""
+    """Accepts a nested object `function` in both APIs, because clients mix the forms."""
     nested = tool.has("function") or (nested and not tool.has("name"))
     return tool.part("function") if nested else tool
 
 
 def chat_tool(tool: Fields, *, nested: bool = True, namespace: str = "") -> ChatTool:
-    """Reads one tool, which must be a function. `nested` and `namespace` are as in `chosen_tools`
-    and `joined_name`."""
+    """Reads one tool, which must be a function."""
     _check_kind(tool)
     function = _function(tool, nested)
     return ChatTool(

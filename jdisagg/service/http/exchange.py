@@ -32,10 +32,8 @@ class Exchange:
     Attributes:
         headers: Request headers by lower-case name. A repeated header has its last value.
         fields: Names of the request's fields, for the `param` of an error.
-        begun: Whether the reply has begun.
         ended: Whether the last part of the reply was sent.
         disconnected: Whether the client disconnected before that.
-        read_body: The request body, or None before it is read.
         reply_headers: Headers to add to the reply. Headers that are appended after the reply has
             begun have no effect.
     """
@@ -122,14 +120,12 @@ class Exchange:
         self._lead = b":\n\n"
 
     async def frame(self, data: bytes) -> None:
-        """Sends one or several server-sent events that the caller has encoded."""
         if self._lead:
             data, self._lead = self._lead + data, b""
         if not self._write(data):
             await self._send({"type": "http.response.body", "body": data, "more_body": True})
 
     async def end_stream(self, data: bytes = b"") -> None:
-        """Sends the last events `data` and ends the stream."""
         self.ended = True
         await self._send({"type": "http.response.body", "body": data})
 

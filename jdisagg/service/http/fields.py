@@ -50,7 +50,7 @@ def _whole(raw: msgspec.Raw) -> int:
 
 
 def _yes(raw: msgspec.Raw) -> bool:
-    """Decodes a boolean. Also accepts 0, 1, "true" and "false", as other servers do."""
+    """Also accepts 0, 1, "true" and "false", as other servers do."""
     known = _YES.get(bytes(raw).lower())
     return _boolean(raw) if known is None else known
 
@@ -188,10 +188,9 @@ class Fields:
     def parts(
         self, name: str, most: int = MAX_PARTS, text_field: str = ""
     ) -> "list[Fields] | None":
-        """Returns the fields of each object in a list, or None if the list is absent. If the list
-        has more than `most` objects, raises InvalidRequestError before decoding the objects.
-        `text_field`: if set, a string in the list is accepted in place of an object with this
-        field."""
+        """If the list has more than `most` objects, raises InvalidRequestError before decoding the
+        objects. `text_field`: if set, a string in the list is accepted in place of an object with
+        this field."""
         listed = self.read(name, _LIST)
         if listed is None:
             return None

@@ -49,8 +49,7 @@ _PLAIN_NOT = re.compile(r"[^\x21-\x7e]")
 
 
 class HttpGeneration:
-    """The generation endpoints, one method per endpoint. `limit_bytes` is the size limit of a
-    request body, in bytes."""
+    """`limit_bytes` is the size limit of a request body, in bytes."""
 
     def __init__(self, frontend: Frontend, log: RequestLog, limit_bytes: int) -> None:
         self._frontend = frontend
@@ -86,7 +85,7 @@ class HttpGeneration:
 
     async def rendered_chat(self, exchange: Exchange) -> None:
         """Replies with the prompt and the sampling parameters that a request of
-        /v1/chat/completions would have. Generates no tokens."""
+        /v1/chat/completions would have."""
         fields, asked = await self._read(exchange, chat_from)
         check_model(asked.model, self._frontend)
         with named_as_sent(fields):
@@ -165,8 +164,7 @@ class HttpGeneration:
         take_apart: bool,
     ) -> "list[_Run]":
         """Builds a run for each prompt, so that every prompt is validated before the first run
-        starts. `take_apart` is whether answers are parsed into content, reasoning and tool
-        calls."""
+        starts."""
         runs: list[_Run] = []
         numbers = 0
         for number, prompt in enumerate(asked.prompts):
@@ -262,7 +260,6 @@ class _Run:
 
 
 def _sampled(sampling: SamplingParams) -> dict[str, object]:
-    """Returns the sampling parameters that a response names, with the values used."""
     names = ("temperature", "top_p", "presence_penalty", "frequency_penalty")
     used: dict[str, object] = {name: getattr(sampling, name) for name in names}
     return {**used, "top_logprobs": sampling.logprobs or 0}
@@ -394,9 +391,8 @@ def check_model(name: str, frontend: Frontend) -> None:
 
 
 def _request_id(exchange: Exchange) -> str:
-    """Returns a unique request id. It is the client's header `x-request-id` with a random suffix,
-    because clients repeat their id on retries. If the header is absent or invalid, the whole id is
-    random."""
+    """The id is the client's header `x-request-id` with a random suffix, because clients repeat
+    their id on retries."""
     drawn = secrets.token_hex(16)
     given = exchange.headers.get("x-request-id", "")
     return f"{given}-{drawn[:8]}" if _PLAIN.fullmatch(given) else drawn

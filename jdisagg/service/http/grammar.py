@@ -73,8 +73,8 @@ _REFUSED: dict[str, tuple[tuple[object, ...], str]] = {
 
 
 def grammar_from(fields: Fields) -> Grammar | None:
-    """Reads the grammar of a completion or chat request. Returns None if no field sets one. Raises
-    InvalidRequestError if a field is invalid, or if two fields set a grammar."""
+    """Returns None if no field sets one. Raises InvalidRequestError if a field is invalid, or if
+    two fields set a grammar."""
     with named_as_sent(fields):
         found = {
             RESPONSE_FORMAT: _of_format(fields.part(RESPONSE_FORMAT), nested=True),
@@ -113,12 +113,10 @@ def grammar_of_message(fields: Fields) -> Grammar | None:
 
 
 def grammar_name(fields: Fields) -> str:
-    """Returns the name of the field that sets the grammar, or "" if there is none."""
     return next((name for name in _SENT_AS["grammar"] if fields.has(name)), "")
 
 
 def is_strict(fields: Fields) -> bool:
-    """Returns whether the client asks that the answer follows the whole schema."""
     for name, inner in ((RESPONSE_FORMAT, "json_schema"), (RESPONSE_TEXT, "format")):
         if fields.has(name) and begins(fields.raw(name), b"{"):
             outer = fields.part(name)

@@ -40,8 +40,6 @@ class HttpGuard(DrainingGuard):
         self._refused = refused
 
     async def run(self, endpoint: "Endpoint", exchange: Exchange) -> None:
-        """Checks one request and calls its handler. Sends an error of the check or of the handler
-        as the reply."""
         task = asyncio.current_task()
         assert task is not None
         served = False
@@ -110,14 +108,11 @@ class Endpoint:
     """An ASGI application that passes requests of one HTTP method through the guard to `handle`.
 
     Args:
-        guard: The server's guard.
         method: HTTP methods, separated by ", ", or ANY_METHOD.
-        handle: The handler.
         open: Whether requests need no token, and are always answered. Implies `lasting`.
         lasting: Whether a drain neither refuses requests nor waits for them, because running
             requests may need them.
         logs: Whether the handler itself logs and counts its errors.
-        errors: Form of the errors.
     """
 
     def __init__(

@@ -29,8 +29,7 @@ _PARTS = {"user": "input_text", "system": "input_text", "developer": "input_text
 
 
 class KeptResponses:
-    """Endpoints for responses that the server stores. `guard`: the server's guard. A drain waits
-    for responses in the background."""
+    """`guard`: the server's guard. A drain waits for responses in the background."""
 
     def __init__(
         self, generation: HttpGeneration, store: ResponseStore, guard: HttpGuard, limit_bytes: int

@@ -28,8 +28,6 @@ class _Kind(enum.Enum):
 
 
 class MessageReply(Reply):
-    """Builds one message, either whole or as a stream of events."""
-
     takes_apart = True
     id_headers = (b"x-request-id", b"request-id")
     waiting = b'event: ping\ndata: {"type":"ping"}\n\n'
@@ -173,9 +171,7 @@ def _input(arguments: str) -> object:
 
 
 def _signature(text: str) -> str:
-    """Returns a digest of the thinking as its signature, or "" if there is no thinking.
-
-    Clients send thinking back in later requests only if it has a signature. The server does not
+    """Clients send thinking back in later requests only if it has a signature. The server does not
     verify the signature, because it treats thinking as ordinary text."""
     digest = hashlib.sha256(text.encode("utf-8", "replace")).digest()
     return base64.b64encode(digest).decode() if text else ""

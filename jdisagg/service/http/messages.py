@@ -49,8 +49,7 @@ _KINDS = "text, image, document, search_result, thinking, tool_use or tool_resul
 
 
 def message_from(fields: Fields) -> Asked:
-    """Reads the request body of /v1/messages. Raises InvalidRequestError, which names the invalid
-    field."""
+    """Raises InvalidRequestError, which names the invalid field."""
     most = fields.given("max_tokens", INTEGER)
     options = sampling_options(fields)
     fields.refuse(_REFUSED)
@@ -155,8 +154,7 @@ def _parts(content: Content) -> tuple[str | ChatImage, ...]:
 
 
 def _messages(message: Fields, left_out: list[str]) -> Iterator[ChatMessage]:
-    """Converts one message of the request. Yields a chat message for each of its content blocks, in
-    order. Appends the types of blocks that other servers' tools made to `left_out`."""
+    """Appends the types of blocks that other servers' tools made to `left_out`."""
     role = message.given("role", TEXT)
     if role not in ("user", "assistant", "system"):
         raise InvalidRequestError(

@@ -59,7 +59,6 @@ class PageSources:
 
     Attributes:
         recent: Timelines of recent requests, or None if requests are not traced.
-        traffic: Function that returns total counts of requests and tokens, or None.
     """
 
     recent: RecentRequests | None = None
@@ -123,8 +122,8 @@ class Page:
         ]
 
     async def _timelines(self, exchange: Exchange) -> None:
-        """Replies with a list of the latest traced requests. The list covers all tenants. A token
-        that belongs to a tenant therefore gets an empty list."""
+        """The list covers all tenants. A token that belongs to a tenant therefore gets an empty
+        list."""
         recent = self._sources.recent
         known = recent.requests() if recent and not caller.current().tenant else ()
         await _reply(exchange, {"requests": known[:SHOWN_REQUESTS]})

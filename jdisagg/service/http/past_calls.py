@@ -21,13 +21,10 @@ _WITHOUT_TEXT = ("base64", "image", "image_generation_call", "tool_search_output
 
 
 def is_past(kind: str) -> bool:
-    """Returns whether an item or block is a call, or the result of a call, of a tool that another
-    server ran."""
     return _PAST.fullmatch(kind) is not None
 
 
 def past_text(part: Fields, kind: str) -> str:
-    """Returns the text of an item or block for the prompt, or "" if it has none."""
     given = {name: part.read(name, ANYTHING) for name in part.names}
     asked = [given.pop(name) for name in _ASKED if given.get(name)]
     shown = [one if isinstance(one, str) else msgspec.json.encode(one).decode() for one in asked]

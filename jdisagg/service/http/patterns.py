@@ -58,8 +58,6 @@ def _tools(chat: ChatPrompt, left_out: list[str]) -> tuple[ChatTool, ...]:
 
 
 def _enforced(schema: object, left_out: list[str] | None, path: str) -> Mapping[str, object] | None:
-    """Returns a schema without the patterns that are left out, or None if there are none, or if the
-    schema is refused later."""
     before = len(left_out or ())
     try:
         made = isinstance(schema, Mapping) and schema_for_llguidance(schema, left_out, path)

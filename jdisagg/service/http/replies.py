@@ -58,8 +58,6 @@ class ReplyChoice:
     """State of one answer (choice) of a reply.
 
     Attributes:
-        index: Index of the choice in the reply.
-        prompt: Token ids of the prompt.
         echo: Text of the prompt, if it precedes the answer.
         of_prompt: Which log-probabilities of the prompt to report.
         prompt_logprobs: Log-probabilities of the prompt, or None until they arrive.
@@ -101,7 +99,6 @@ class ReplyChoice:
         return "".join(self.texts)
 
     def as_event(self) -> StreamEvent:
-        """Returns the whole answer as one event."""
         return StreamEvent(
             self.index,
             0,
@@ -112,8 +109,7 @@ class ReplyChoice:
         )
 
     def echoed(self, pieces: Pieces) -> EchoedPrompt | None:
-        """Returns the `logprobs` entries of the echoed prompt. Returns None if the client did not
-        request them. Must be called before `places`."""
+        """Returns None if the client did not request them. Must be called before `places`."""
         found, top = self.prompt_logprobs, self.of_prompt.echoed
         if found is None or top is None:
             return None
@@ -128,7 +124,6 @@ class ReplyChoice:
         Args:
             text: Text that was delivered with the tokens. None if it may not start at the first of
                 these tokens.
-            last: Whether these are the last tokens of the answer.
         """
         if self.placed is None:
             self.placed = TextOfTokens(pieces)
@@ -176,20 +171,12 @@ class Reply:
         self._plain = not token_ids and not self._continuous
         self._rest = b',"logprobs":null,"finish_reason":null' + self._end
 
-    def begin(self) -> None:
-        """Called when the request is validated, before its answer begins."""
+    def begin(self) -> None: ...
 
     def chunk(
         self, choice: ReplyChoice, event: StreamEvent, first: bool, usage: Callable[[], Usage]
     ) -> bytes:
-        """Returns the encoded server-sent event for one stream event.
-
-        Args:
-            choice: The answer to which the event belongs.
-            event: The event.
-            first: Whether the event is the first of its answer.
-            usage: Function that returns the token counts so far.
-        """
+        """Returns the encoded server-sent event for one stream event."""
         reason, some = event.finish_reason, event.logprobs
         if self._plain and not first and not some and reason is None:
             return b"%b%d,%b%b" % (self._choices, choice.index, self._new(event, first), self._rest)
@@ -224,7 +211,6 @@ class Reply:
         return self._start + b',"choices":[],"usage":' + _encode(usage_of(usage)) + b"}\n\n"
 
     def whole(self, choices: Sequence[ReplyChoice], usage: Usage) -> bytes:
-        """Returns the body of a reply that is not streamed."""
         made = [self._choice(choice) for choice in choices]
         also = {} if self.prompt_in_choice else self._of_prompt(choices[0])
         return _encode({**self._heading, "choices": made, "usage": usage_of(usage), **also})
@@ -261,8 +247,6 @@ class Reply:
 
 
 class ChatReply(Reply):
-    """Replies of /v1/chat/completions."""
-
     takes_apart = True
     whole_object = "chat.completion"
     chunk_object = "chat.completion.chunk"
@@ -320,8 +304,6 @@ class ChatReply(Reply):
 
 
 class CompletionReply(Reply):
-    """Replies of /v1/completions."""
-
     whole_object = chunk_object = "text_completion"
     prompt_in_choice = True
 

@@ -82,7 +82,6 @@ class OfPrompt:
     prompt token, in each of two fields. None means that the field has none.
 
     Attributes:
-        told: Number for vLLM's field `prompt_logprobs`.
         echoed: Number for OpenAI's field `logprobs`. There, the entries of an echoed prompt precede
             those of the answer.
     """
@@ -97,16 +96,11 @@ class Asked:
 
     Attributes:
         streaming: Options of the stream, or None if the reply is not streamed.
-        token_ids: Whether the reply contains token ids.
         tokens_as_ids: Whether log-probabilities identify tokens by id and not by text.
-        echo: Whether the reply's text begins with the prompt.
-        of_prompt: Which log-probabilities of the prompt to report.
         answerless: Whether the reply has no answer (max_tokens 0). One token is generated in any
             case, and omitted.
-        told: Fields of the request that the reply repeats.
         within_context: Whether a max_tokens that exceeds the context is reduced. If False, it is
             refused.
-        keep: Object that stores the reply for later requests, or None.
         sent_tools: Tools whose name in the chat differs from the client's, by the name in the chat.
         resumed: The part of the stream that the client has already received, or None if the stream
             cannot be resumed.
@@ -134,8 +128,7 @@ class Asked:
 
 
 def completion_from(fields: Fields) -> Asked:
-    """Reads the request body of /v1/completions. Raises InvalidRequestError, which names the
-    invalid field."""
+    """Raises InvalidRequestError, which names the invalid field."""
     options = sampling_options(fields)
     options["max_tokens"] = most = most_tokens(fields)
     options["logprobs"] = fields.read("logprobs", _COUNT)
@@ -158,8 +151,7 @@ def completion_from(fields: Fields) -> Asked:
 
 
 def chat_from(fields: Fields) -> Asked:
-    """Reads the request body of /v1/chat/completions. Raises InvalidRequestError, which names the
-    invalid field."""
+    """Raises InvalidRequestError, which names the invalid field."""
     options = sampling_options(fields)
     options["max_tokens"] = most_tokens(fields)
     top = fields.read("top_logprobs", INTEGER)
@@ -188,7 +180,6 @@ def most_tokens(fields: Fields) -> int | None:
 
 
 def completion_prompts(fields: Fields) -> tuple[Prompt, ...]:
-    """Reads the field `prompt`, which has one or several prompts, as texts or as token ids."""
     given = fields.given("prompt", _PROMPT)
     text = BareText if fields.read("add_special_tokens", YES) is False else str
     if isinstance(given, str):
@@ -220,7 +211,6 @@ def _ids(given: Sequence[object]) -> TokenPrompt:
 
 
 def sampling_options(fields: Fields) -> SamplingOptions:
-    """Reads the sampling options that completions, chats and responses have in common."""
     allowed = fields.read("allowed_token_ids", INTEGERS)
     if allowed is not None and not allowed:
         raise InvalidRequestError(
@@ -265,8 +255,7 @@ def _seed(given: int | None) -> int | None:
 def asked_from(
     fields: Fields, prompts: tuple[Prompt, ...], options: SamplingOptions, echo: bool = False
 ) -> Asked:
-    """Builds the request from `prompts`, `options` and the fields that all generation endpoints
-    have in common. `echo` is whether the reply's text begins with the prompt."""
+    """`echo` is whether the reply's text begins with the prompt."""
     wanted = fields.part("stream_options")
     streaming = Streaming(
         bool(wanted.read("include_usage", YES)), bool(wanted.read("continuous_usage_stats", YES))

@@ -27,8 +27,6 @@ _USUAL: Json = {
 
 
 class ResponseReply(ChatReply):
-    """Builds one response, either whole or as a stream of numbered events."""
-
     whole_object = chunk_object = "response"
     _number = -1
 

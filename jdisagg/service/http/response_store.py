@@ -36,7 +36,6 @@ class KeptResponse:
         items: Items of the conversation. The items of the answer are the last ones.
         task: Task that generates the response in the background. None once the response is
             finished, or if it is not generated in the background.
-        background: Whether the response was generated in the background.
         expires_at: Time at which the store drops the response, set by the store.
     """
 
@@ -71,8 +70,8 @@ class ResponseStore:
         self._size_bytes = 0
 
     def put(self, response_id: str, response: KeptResponse) -> None:
-        """Stores a response for the current caller. Replaces the caller's response with this id. A
-        response that is larger than the whole store is dropped at once."""
+        """Replaces the caller's response with this id. A response that is larger than the whole
+        store is dropped at once."""
         key = _key(response_id)
         self._drop(key)
         response.expires_at = self._now() + self._seconds

@@ -48,7 +48,6 @@ class ResponseTools(NamedTuple):
     """The tools of a request.
 
     Attributes:
-        tools: Descriptions of the tools for the chat.
         sent: The client's tool by the name in the chat, for each tool that has another name there
             or is not a function.
     """
@@ -72,7 +71,6 @@ def response_tools(fields: Fields, added: Sequence[Fields] = ()) -> ResponseTool
 
 
 def shown_tools(fields: Fields) -> list[dict[str, object]]:
-    """Returns the client's tools as a response repeats them."""
     shown: list[dict[str, object]] = []
     for tool in fields.parts("tools") or ():
         part = tool.part("function") if tool.has("function") else tool
@@ -84,14 +82,12 @@ def shown_tools(fields: Fields) -> list[dict[str, object]]:
 
 
 def shown_choice(fields: Fields, offered: OfferedTools) -> object:
-    """Returns the client's `tool_choice` as a response repeats it."""
     if not (fields.has("tool_choice") and begins(fields.raw("tool_choice"), b"{")):
         return offered.choice.value
     return fields.raw("tool_choice")
 
 
 def text_arguments(text: str) -> str:
-    """Returns the JSON arguments for a call of a custom tool whose input is `text`."""
     return json.dumps({_INPUT: text}, ensure_ascii=False)
 
 

@@ -89,9 +89,6 @@ def response_from(
         store: The stored responses, or None if the server stores none.
         begun: Callback for a response in the background, called when the request is validated.
             None for other responses.
-
-    Raises:
-        InvalidRequestError: A field is invalid. The message names the field.
     """
     fields.refuse(_REFUSED if store is not None else _OF_STORES | _REFUSED)
     fields.refuse(REFUSED_OF_RESPONSES)
@@ -126,21 +123,12 @@ def response_from(
 
 @dataclass(slots=True)
 class _History:
-    """The conversation as chat messages.
-
-    Attributes:
-        tools: Tools that items of the conversation add.
-        left_out: Types of items that are not shown as they are.
-    """
-
     messages: list[ChatMessage]
     tools: list[Fields] = field(default_factory=list)
     left_out: list[str] = field(default_factory=list)
 
 
 def _items(fields: Fields, store: ResponseStore | None, history: _History) -> Items:
-    """Reads the conversation: the items of the earlier response, if any, and then the items of
-    `input`. Appends them to `history`, and returns the items."""
     earlier: Items = ()
     if store is not None and (previous := fields.read("previous_response_id", TEXT)):
         kept = store.find(previous)
@@ -172,8 +160,6 @@ def _items(fields: Fields, store: ResponseStore | None, history: _History) -> It
 
 
 def _referred(reference: Fields, store: ResponseStore | None, earlier: Items) -> msgspec.Raw:
-    """Returns the item that an item_reference means: an item of the earlier response, or of the
-    stored response whose id the item's id contains."""
     name = reference.given("id", TEXT)
     made = name.partition("_")[2]
     for response_id in (made, made.rpartition("_")[0]):
@@ -201,9 +187,7 @@ def _chat(fields: Fields, messages: tuple[ChatMessage, ...], offered: OfferedToo
 
 
 def _add(history: _History, item: Fields) -> None:
-    """Converts an input item to a chat message and appends it.
-
-    A tool call is added to an assistant message before it. An assistant message is joined with
+    """A tool call is added to an assistant message before it. An assistant message is joined with
     reasoning before it. A system message is joined with a system message before it, because many
     chat templates allow only one."""
     kind, messages = item.read("type", TEXT) or "message", history.messages

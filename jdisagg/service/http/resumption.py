@@ -45,8 +45,7 @@ class Resumed:
 
 
 def resumed_from(fields: Fields, children: int | None) -> Resumed | None:
-    """Reads the field `resumption` of a request. Raises InvalidRequestError if the field is
-    invalid, or a field that it needs is missing."""
+    """Raises InvalidRequestError if the field is invalid, or a field that it needs is missing."""
     part = fields.part("resumption")
     if not part.names:
         return None

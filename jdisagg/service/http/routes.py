@@ -52,12 +52,8 @@ class HttpRoutes:
     """All routes of the HTTP API.
 
     Args:
-        frontend: Frontend that handles the requests.
-        guard: Guard, which every request passes through.
-        log: Request log.
         config: Size limits of a request body and of stored responses.
         scrape: Function that returns the metrics text, or None if metrics are off.
-        page: Data sources of the web page.
     """
 
     def __init__(

@@ -47,12 +47,9 @@ class HttpServer:
     the end.
 
     Args:
-        frontend: Frontend that handles the requests.
         config: `http_port`, limits, TLS and drain time.
         tokens: Bearer tokens that are accepted. Without tokens, all requests are accepted.
-        log: Request log.
         scrape: Function that returns the metrics text, or None if metrics are off.
-        page: Data sources of the web page in addition to the frontend.
     """
 
     def __init__(
@@ -91,7 +88,6 @@ class HttpServer:
         await _until(lambda: not any(one.transport.get_write_buffer_size() for one in connections))
 
     async def close(self) -> None:
-        """Closes the port and all connections."""
         if self._socket is None:
             return
         state = self._server.server_state

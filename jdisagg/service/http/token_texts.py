@@ -30,8 +30,7 @@ class Placed(NamedTuple):
 
 
 class Pieces:
-    """Looks up the names and bytes of single tokens. `as_ids`: whether names are "token_id:N", as
-    in vLLM, instead of texts."""
+    """`as_ids`: whether names are "token_id:N", as in vLLM, instead of texts."""
 
     def __init__(
         self,
@@ -100,7 +99,6 @@ class TextOfTokens:
         Args:
             text: Text that starts at the first of these tokens, or None if unknown. It shows
                 whether decoding has dropped a leading space, which some tokenizers add.
-            last: Whether these are the last tokens of the text.
         """
         places: list[Placed] = []
         for at, token_id in enumerate(token_ids, 1):

@@ -56,8 +56,7 @@ class Goal:
 
 @dataclass(frozen=True)
 class Demand:
-    """The request lengths of a workload, in tokens. Estimates for single requests use a sample of
-    `SAMPLE` requests, evenly spaced in the order of prompt lengths."""
+    """The request lengths of a workload, in tokens."""
 
     prompts: np.ndarray
     outputs: np.ndarray

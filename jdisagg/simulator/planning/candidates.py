@@ -84,8 +84,7 @@ class Site:
         )
 
     def cost_model(self, geometry: CostGeometry, layout: Layout, dtype: str) -> CostModel:
-        """Returns the cost model of an instance. `geometry` must already have the weight and KV
-        precision of the software."""
+        """`geometry` must already have the weight and KV precision of the software."""
         card = self.software.card(self.described, geometry, layout)
         return CostModel(geometry, card, layout, dtype=dtype)
 
@@ -134,7 +133,6 @@ class Candidate:
 
 
 def short(layout: Layout) -> str:
-    """Returns a layout as text, omitting axes of size 1: "tp4", "dp8 ep8", "1 device"."""
     parts = [
         f"{name}{value}"
         for name in ("pp", "dp", "tp", "ep")
@@ -159,8 +157,7 @@ def handoff_path(site: Site, candidate: Candidate) -> tuple[Link, int]:
 
 @dataclass(frozen=True, slots=True)
 class Fitting:
-    """A layout whose weights fit into memory. `kv_tokens`: number of tokens whose KV fits on each
-    dp rank in addition to the weights."""
+    """`kv_tokens`: number of tokens whose KV fits on each dp rank in addition to the weights."""
 
     layout: Layout
     model: CostModel

@@ -103,8 +103,8 @@ class FleetMaker:
         *,
         gaps: bool = False,
     ) -> TrialRun:
-        """Simulates a candidate with these arrivals, as the planner's `Runner`. Stops early when
-        `lost` returns True. `gaps`: whether outcomes have the times between tokens."""
+        """Stops early when `lost` returns True. `gaps`: whether outcomes have the times between
+        tokens."""
         begun = lost.begun if isinstance(lost, Loss) else None
         fleet = self.fleet(candidate)
         result = simulate(fleet, arrivals, self.seed, enough=lost, begun=begun, gaps=gaps)

@@ -42,8 +42,6 @@ class FusedPace:
 
 
 class StepTable:
-    """Interpolates the seconds of steps, without attention, under one layout."""
-
     def __init__(self, model: CostModel) -> None:
         self.model = model
         self._mixed = np.array([_mixed(model, tokens) for tokens in TOKENS])
@@ -158,7 +156,6 @@ class FusedChunks:
 
 
 def each_once(lengths: np.ndarray, seconds_of: Callable[[int], float]) -> np.ndarray:
-    """Computes it once for equal lengths."""
     different, places = np.unique(lengths, return_inverse=True)
     return np.array([seconds_of(int(length)) for length in different])[places]
 

@@ -38,8 +38,6 @@ class Task:
 
 @dataclass(frozen=True)
 class Measurer:
-    """Finds the highest rates of candidates for one goal and workload, by simulation."""
-
     goal: Goal
     workload: Sequence[Arrival]
     demand: Demand

@@ -5,9 +5,7 @@ on their rates (`bounds`), and then by stepping (`ranking`, `stepped`). The seco
 live code. A `Plan` ranks the candidates by their rate per accelerator of the site, idle
 accelerators included, simulated candidates first.
 
-Goals that no candidate can attain are refused before any run (`never`).
-
-This module accesses the simulator only through `Runners` and prints nothing."""
+Goals that no candidate can attain are refused before any run (`never`)."""
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
@@ -69,7 +67,6 @@ class Plan:
     Attributes:
       findings: Simulated candidates, best first, and then the best stepped candidates; only the
         latter if nothing was simulated.
-      left_out: Modes without a candidate, each with the reason as text.
     """
 
     findings: tuple[Finding, ...]
@@ -114,8 +111,7 @@ class Search:
 
 
 class Told:
-    """Receives the progress and the preliminary results of a planner. This class discards them;
-    subclasses show them."""
+    """Receives the progress and the preliminary results of a planner."""
 
     def progress(self, text: str, done: int, total: int) -> None: ...
 
@@ -126,14 +122,11 @@ UNTOLD = Told()
 
 
 def in_turn(measurer: Measurer, tasks: Sequence[Task]) -> Iterator[tuple[int, Finding | None]]:
-    """Yields (index of the task, the task's finding or None)."""
     for index, task in enumerate(tasks):
         yield index, measurer.measured(task)
 
 
 class Planner:
-    """Searches the best use of a site's accelerators for a model, goal and workload."""
-
     def __init__(
         self,
         geometry: CostGeometry,
@@ -148,9 +141,8 @@ class Planner:
         self._search, self._told, self._spread = search, told, spread
 
     def plan(self, workload: Sequence[Arrival]) -> Plan:
-        """Searches the best candidate and returns the plan. Blocks until all simulations have
-        ended. Raises NothingFits, with the reason, if no candidate fits or attains the goal at any
-        rate."""
+        """Blocks until all simulations have ended. Raises NothingFits, with the reason, if no
+        candidate fits or attains the goal at any rate."""
         fitting, estimator = self._estimated(workload)
         cached = any(item.block_hashes for item in workload)
         if reason := never(fitting, estimator.demand, self._goal, cached):

@@ -38,8 +38,6 @@ class HandoffLinks:
 
 
 class SteppedRunner:
-    """Runs candidates on workloads by stepping the cost model, as the planner's `Runner`."""
-
     def __init__(self, site: Site, fleet_of: Callable[[Candidate], Fleet]) -> None:
         self._site, self._fleet_of = site, fleet_of
         self._costs: dict[object, StepCosts] = {}
@@ -91,8 +89,6 @@ class PrefixCache:
 
 
 class SteppedRun:
-    """One run of a workload on a fleet."""
-
     def __init__(
         self,
         fleet: Fleet,

@@ -3,10 +3,7 @@ the seconds of its next command.
 
 An instance runs one command at a time: a prefill chunk, a span of decode steps, or a chunk and a
 step together (`fused`). The dp rank with the most work determines the duration. A span ends when
-its first sequence ends, or two steps after a request waits to join, as in the live loop.
-
-With pipeline stages, the next chunk begins when the running one leaves the first stage, and the
-slots of a dp rank form as many equal batches as there are stages."""
+its first sequence ends, or two steps after a request waits to join, as in the live loop."""
 
 import heapq
 from collections import deque
@@ -56,8 +53,6 @@ class Chunk:
 
 
 class PromptQueues:
-    """Prompts that wait for prefill on the dp ranks of one instance."""
-
     def __init__(self, limits: MeshLimits, chunk_tokens: int) -> None:
         self._queues: list[deque[SteppedRequest]] = [deque() for _ in range(limits.ranks)]
         self._tokens = [0] * limits.ranks
@@ -83,8 +78,8 @@ class PromptQueues:
         return not self.all_ranks and all(one.left == one.prompt - one.cached for one in prompts)
 
     def take(self) -> Chunk:
-        """Removes the next chunk from the queues and returns it. On each rank it has the oldest
-        prompts, up to the chunk's number of tokens. The last prompt is split if it does not fit."""
+        """On each rank it has the oldest prompts, up to the chunk's number of tokens. The last
+        prompt is split if it does not fit."""
         chunk = Chunk([], [], [], [])
         for rank, queue in enumerate(self._queues):
             rows: list[tuple[int, int]] = []
@@ -181,8 +176,6 @@ class DecodeBatch:
 
 @dataclass(slots=True)
 class SteppedSpan:
-    """A running span of decode steps."""
-
     start: float
     pace: Pace
     steps: int
@@ -206,7 +199,6 @@ class Instance:
       joining: Sequences whose KV has arrived and that join after the running command.
       ends_at: End of the running command, None without one. A chunk ends when it leaves the first
         pipeline stage.
-      version: Number of the latest change of `ends_at`.
     """
 
     def __init__(

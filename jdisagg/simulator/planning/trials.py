@@ -11,9 +11,7 @@ hold:
   of the arrivals, its wait exceeds the TTFT limit within this time. Alternatively, the wait for the
   first token grows by less than `GROWTH` seconds per second, which is the fraction of arrivals by
   which the queue grows.
-
-If the longest run is inconclusive, or the workload has no more requests, the trial is marked
-`short`, and its rate does not count as sustained."""
+"""
 
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -83,9 +81,8 @@ class Trier:
     def trial(
         self, runner: Runner, candidate: Candidate, rate: float, stay_seconds: float = 0.0
     ) -> Trial:
-        """Simulates the candidate at `rate` requests per second. Repeats the run with more requests
-        while the result is inconclusive. `stay_seconds`: expected seconds from arrival to finish of
-        a request; 0 if unknown."""
+        """Repeats the run with more requests while the result is inconclusive. `stay_seconds`:
+        expected seconds from arrival to finish of a request; 0 if unknown."""
         goal = self.goal
         filling = goal.ttft_seconds + self.demand.steps_mean * goal.tpot_seconds
         count = self._count(rate, filling, min(filling, stay_seconds))
@@ -167,7 +164,6 @@ class Loss:
         return self._missed > self._may_miss
 
     def begun(self, outcome: RequestOutcome) -> bool:
-        """Returns True if the run can end."""
         assert outcome.ttft is not None
         if outcome.ttft <= self._ttft or int(outcome.request_id) < self._from:
             return False
