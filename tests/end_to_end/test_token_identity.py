@@ -106,6 +106,7 @@ async def test_all_at_once_on_two_meshes_gives_the_same_streams():
         prefill_page=8,
         decode_page=16,
         block_bytes=64 << 10,
+        chunk=128,  # blocks of 16 tokens with all layers, and of 128
     )
     result, run = await all_at_once(engine)
     assert result == await reference()

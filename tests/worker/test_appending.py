@@ -87,9 +87,9 @@ def test_what_is_appended_changes_no_token(
 def test_where_pages_are_few_what_is_appended_is_preempted_and_goes_on_right() -> None:
     async def main() -> None:
         async with cluster(
-            decode=appending(pages=64), prefill=limits(pages=64), growth_tokens=4, wire=True
+            decode=appending(pages=46), prefill=limits(pages=64), growth_tokens=4, wire=True
         ) as made:
-            await storm(made, Talk(7), requests=60, at_once=8)
+            await storm(made, Talk(7), requests=60, at_once=24)
             assert made.decode._state.preemptions > 0
             assert made.decode.counters["prompts_appended"] > 0
 
