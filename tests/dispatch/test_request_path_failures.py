@@ -271,7 +271,7 @@ def test_failed_pulls_are_pulled_again(failing: set[int]) -> None:
 
 def test_a_hand_off_that_fails_is_done_again_and_the_stream_is_unbroken() -> None:
     async def main() -> None:
-        faults = Faults(pull_error=lambda nth: "lost" if nth <= 24 else "")
+        faults = Faults(pull_error=lambda nth: "lost" if nth <= 96 else "")
         async with Cluster(decode_faults=faults) as cluster:
             requests = [toy_request(number, prompt_tokens=30, n=1 + number) for number in range(2)]
             answers = await asyncio.gather(*(cluster.collect(request) for request in requests))

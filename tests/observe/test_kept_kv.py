@@ -13,7 +13,7 @@ from tests.fakes.virtual_time import run_virtually
 from tests.observe.observed import ObservedCluster
 from tests.observe.spans import trace_of
 from tests.observe.test_metrics import Samples, at, parse
-from tests.worker.test_host_tier import BLOCK_BYTES, FAST, other
+from tests.worker.test_host_tier import BLOCK_BYTES, FAST, PIECES, other
 from tests.worker.test_prefix_reuse import NAMES, limits
 
 ROOM = TierRoom(12 * BLOCK_BYTES, 50 * (BLOCK_BYTES + FILE_EXTRA_BYTES), always=True)
@@ -65,7 +65,7 @@ def test_blocks_and_bytes_of_each_tier_are_those_that_lie_there() -> None:
     mesh = cluster.prefill_mesh
     sizes = {
         "pages": (cluster.prefill._residency.blocks, BLOCK_BYTES, 5),
-        "host": (len(mesh.host) // 2, BLOCK_BYTES, 12),
+        "host": (len(mesh.host) // PIECES, BLOCK_BYTES, 12),
         "disk": (len(mesh.disk.blocks), BLOCK_BYTES + FILE_EXTRA_BYTES, 50),
     }
     for name, (blocks, size, room) in sizes.items():
@@ -84,8 +84,8 @@ def test_bytes_and_moves_of_each_tier_are_those_of_the_blocks_that_went_and_came
     read = counters["disk_blocks_read"]  # into host memory, and from there into pages
     files, pieces = 1, BLOCK_BYTES  # the fake disk counts files as of one byte
     moves = {
-        ("host", "written"): (counters["host_blocks_written"], pieces, 2),
-        ("host", "restored"): (counters["host_blocks_restored"] + read, pieces, 2),
+        ("host", "written"): (counters["host_blocks_written"], pieces, PIECES),
+        ("host", "restored"): (counters["host_blocks_restored"] + read, pieces, PIECES),
         ("disk", "written"): (counters["disk_blocks_written"], files, 1),
         ("disk", "restored"): (read, files, 1),
     }

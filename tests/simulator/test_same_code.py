@@ -5,7 +5,7 @@ import ast
 
 import pytest
 
-from tests.test_import_rules import GRAPH, ROOT, reached
+from tests.test_import_rules import ROOT, product, reached
 
 # Packages that decide and act on a request, live and simulated.
 SHARED_ROOMS = (
@@ -70,7 +70,7 @@ MUST = (
 def rooms_of(*starts: str) -> set[str]:
     found: set[str] = set()
     for start in starts:
-        ours, _ = reached(GRAPH, start)
+        ours, _ = reached(product(), start)
         found |= {module for module in ours if module.startswith(SHARED_ROOMS)}
     return found
 

@@ -364,7 +364,7 @@ def test_streams_of_mixed_workers_are_the_oracles_whatever_becomes_of_a_fetch(se
         rng = random.Random(seed)
         faults = {
             f"decode{number}": Faults(
-                pull_error=lambda _: rng.choice([""] * 5 + ["garble", "no route", "stall"])
+                pull_error=lambda _: rng.choice([""] * 37 + ["garble", "no route", "stall"])
             )
             for number in range(2)
         }

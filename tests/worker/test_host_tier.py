@@ -16,7 +16,7 @@ from tests.fakes.virtual_time import run_virtually
 from tests.worker.test_prefix_reuse import NAMES, Talk, asked, limits, storm
 
 BLOCK_TOKENS, BLOCK_BYTES = 16, 16 * 16
-PIECES = 2  # of a block, a layer group each
+PIECES = 2 * BLOCK_TOKENS // 4  # of a block: one a layer group and granule
 FAST = Costs(pull=1e-5, other=1e-5)
 
 

@@ -17,7 +17,7 @@ from jdisagg.scheduler.residency import BlockNames
 from tests.fakes.cluster import Fleet
 from tests.fakes.fake_executor import Costs, Faults
 from tests.fakes.virtual_time import run_virtually
-from tests.worker.test_host_tier import BLOCK_BYTES, FAST, other
+from tests.worker.test_host_tier import BLOCK_BYTES, FAST, PIECES, other
 from tests.worker.test_prefix_reuse import NAMES, Talk, limits
 
 ALWAYS = TierRoom(always=True)
@@ -136,13 +136,13 @@ def test_a_holder_that_dies_midway_costs_no_token_and_what_has_come_stays() -> N
         def slow_after_two_blocks(_: int) -> str:
             nonlocal pulls
             pulls += 1
-            return "" if pulls <= 4 else "stall"  # two pieces a block
+            return "" if pulls <= 2 * PIECES else "stall"
 
         faults = faults_of("prefill1", Faults(pull_error=slow_after_two_blocks))
         async with fleet(faults=faults) as both:
             assert await at(both, "prefill0") == 80
             running = asyncio.ensure_future(at(both, "prefill1"))
-            while pulls <= 4:
+            while pulls <= 2 * PIECES:
                 await asyncio.sleep(1e-3)
             await both.kill("prefill0")
             assert await running == 80 - 32

@@ -176,7 +176,7 @@ def test_one_that_is_cancelled_on_its_way_back_writes_to_nobodys_pages() -> None
     """The mesh asserts what lies in every page that the others read."""
 
     async def main() -> None:
-        async with scarce(costs=Costs(pull=0.5, other=1e-5)) as cluster:
+        async with scarce(costs=Costs(pull=0.1, other=1e-5)) as cluster:
             waiting = [asyncio.ensure_future(cluster.collect(long(one))) for one in (1, 2)]
             spilled = cluster.decode._spilled
             while not spilled.spills.returning():
@@ -209,7 +209,7 @@ def test_a_status_says_who_waits_and_what_lies_in_host_memory() -> None:
     run_virtually(main)
 
 
-@pytest.mark.parametrize("seed", (0, 1, 4))
+@pytest.mark.parametrize("seed", (0, 1, 5))
 def test_random_room_and_random_flips_cost_no_token(seed: int) -> None:
     async def main() -> None:
         rng = random.Random(seed)

@@ -315,7 +315,7 @@ async def test_a_response_is_answered_whole(door: HttpDoor, client: openai.Async
     assert extra["cached_tokens_by_tier"] == CACHED.by_tier()
 
 
-async def test_a_response_says_again_what_was_asked(
+async def test_a_response_says_what_was_asked_and_used(
     door: HttpDoor, client: openai.AsyncOpenAI
 ) -> None:
     asked: dict[str, Any] = {
@@ -337,7 +337,16 @@ async def test_a_response_says_again_what_was_asked(
     for response in (reply, last.response):
         strict(response, Response)
         said = response.model_dump(exclude_unset=True, by_alias=True)
-        assert {name: said[name] for name in asked} == asked
+        told = {name: said[name] for name in asked}
+        assert told.pop("tools") == [asked["tools"][0] | {"strict": False, "description": None}]
+        assert told == {
+            name: value
+            for name, value in (
+                asked
+                | {"truncation": "disabled", "reasoning": asked["reasoning"] | {"summary": None}}
+            ).items()
+            if name != "tools"
+        }, "what was used: a prompt that does not fit is refused whatever `truncation` says"
     plain = await client.responses.create(model="tiny", input="hi", max_output_tokens=1)
     assert (plain.tool_choice, plain.tools, plain.parallel_tool_calls) == ("auto", [], True)
 
