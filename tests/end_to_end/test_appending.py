@@ -106,7 +106,9 @@ async def test_nothing_is_compiled_after_warm_up_where_the_decode_mesh_appends()
 def test_in_a_cluster_of_processes_the_next_turn_is_appended(tmp_path: Path) -> None:
     """The router learns from heartbeats what the decode worker keeps."""
     tokenizer = Tokenizer.from_directory(LLAMA)
-    first = tokenizer.encode(PROMPT + " there was a dog who lived in the forest with a cat")
+    # Too long to be appended while nothing of it is kept.
+    first = tokenizer.encode((PROMPT + " there was a dog who lived in the forest with a cat") * 3)
+    assert len(first) > 64
     with (
         cluster(
             tmp_path,
