@@ -107,7 +107,7 @@ def test_in_a_cluster_of_processes_the_next_turn_is_appended(tmp_path: Path) -> 
     """The router learns from heartbeats what the decode worker keeps."""
     tokenizer = Tokenizer.from_directory(LLAMA)
     # Too long to be appended while nothing of it is kept.
-    first = tokenizer.encode((PROMPT + " there was a dog who lived in the forest with a cat") * 3)
+    first = tokenizer.encode((PROMPT + " there was a dog who lived in the forest with a cat") * 6)
     assert len(first) > 64
     with (
         cluster(
