@@ -16,7 +16,7 @@ from tests.end_to_end.clusters import config
 from tests.end_to_end.doors import Served, served
 from tests.end_to_end.schemas import random_schema
 from tests.end_to_end.test_service import SENTENCE, mixed_requests
-from tests.service.doors import FakePath, eventually
+from tests.service.doors import FakePath
 from tests.service.http.test_http_equals_grpc import both
 from tests.service.http_doors import HttpDoor, request
 from tests.time_scale import seconds
@@ -101,6 +101,6 @@ async def test_a_client_that_goes_away_while_it_decodes_frees_its_slot(door: Ser
         writer.close()
     state = door.server.http
     assert state is not None
-    await eventually(lambda: not state._guard._running)
+    await asyncio.wait_for(state.guard.idle(), seconds(30.0))
     door.decode.open()
     await door.quiet()
