@@ -23,6 +23,7 @@ from jdisagg.layout.axes import Layout
 from jdisagg.messages.step_commands import StepCommand
 from jdisagg.ops.dense_attention import dense_causal_attend
 from jdisagg.request import Request, SamplingParams, StreamEvent
+from jdisagg.router.predictor import WINDOW
 from launch.grammars import grammar_compiler
 from launch.model import loader
 from models.checkpoint import load_model
@@ -133,6 +134,8 @@ class Running:
         compile, or on a busy machine, too few may run together. Returns the last round and the
         preemptions of all rounds."""
         for _ in range(rounds):
+            for _ in range(WINDOW):  # the router then admits more than fits, and workers preempt
+                self.cluster.path.placer.ended(requests[0], output_tokens=1)
             done = await self.complete_all(requests)
             preemptions = sum(status.preemptions for status in await self.cluster.status())
             if preemptions and enough():
