@@ -232,7 +232,8 @@ async def test_a_deadline_that_passes_in_a_queue_is_said_and_frees_all(door: Ser
         for _ in range(20)
     ]
     ends = await asyncio.gather(*calls, return_exceptions=True)
-    assert [type(end) for end in ends] == [DeadlineExceededError] * 20
+    kinds = {type(end) for end in ends}  # the router refuses those whose wait it predicts
+    assert DeadlineExceededError in kinds and kinds <= {DeadlineExceededError, OverloadedError}
     held.open()
     await door.quiet()
 
