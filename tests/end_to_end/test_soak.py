@@ -30,7 +30,7 @@ pytestmark = pytest.mark.ci
 MARGIN_BYTES = 32 << 20
 # Threads keep their latest command and its result.
 LATEST = 2
-REMEMBERED = {"_RecentDecision", "Decision"}
+REMEMBERED = {"_RecentDecision", "Decision", "CostTerms", "Refusal"}
 AT_ONCE = 24
 PROMPTS = ["a dog", "once upon a time there was", "the red ball " * 12, "in the big forest " * 30]
 
