@@ -6,7 +6,6 @@ All processes of a run, and the next run, share one folder of compiled programs
 """
 
 import os
-from importlib.metadata import version
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 _flags = os.environ.get("XLA_FLAGS", "")
@@ -15,9 +14,6 @@ if os.environ["JAX_PLATFORMS"] == "cpu":
     # Tests compile far more than they compute: LLVM's optimizations are a third of all processor
     # time. Tests that start processes without XLA_FLAGS run optimized programs.
     _wanted += ["xla_backend_optimization_level=0"]
-    if version("jaxlib").startswith("0.10."):
-        # Emitting fusions through MLIR is a fifth of what is left. Later XLAs lack the flag.
-        _wanted += ["xla_cpu_use_fusion_emitters=false"]
 for _flag in _wanted:
     if _flag.partition("=")[0] not in _flags:
         _flags = f"{_flags} --{_flag}".strip()

@@ -126,6 +126,11 @@ class Running:
     async def complete_all(self, requests: Sequence[Request]) -> list[Collected]:
         return list(await asyncio.gather(*(self.complete(request) for request in requests)))
 
+    def expect_short_answers(self, request: Request) -> None:
+        """The router then admits more than fits, so that workers queue and preempt."""
+        for _ in range(WINDOW):
+            self.cluster.path.placer.ended(request, output_tokens=1)
+
     async def complete_preempted(
         self,
         requests: Sequence[Request],
@@ -136,8 +141,7 @@ class Running:
         compile, or on a busy machine, too few may run together. Returns the last round and the
         preemptions of all rounds."""
         for _ in range(rounds):
-            for _ in range(WINDOW):  # the router then admits more than fits, and workers preempt
-                self.cluster.path.placer.ended(requests[0], output_tokens=1)
+            self.expect_short_answers(requests[0])
             done = await self.complete_all(requests)
             preemptions = sum(status.preemptions for status in await self.cluster.status())
             if preemptions and enough():
