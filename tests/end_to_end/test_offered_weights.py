@@ -135,7 +135,7 @@ def check(
     assert reader.bytes_moved == source.bytes_read() == planned
 
 
-@pytest.mark.parametrize(("case",), first_quick(zip(CASES), ci=6), ids=str)
+@pytest.mark.parametrize(("case",), first_quick(zip(CASES), ci=3), ids=str)
 def test_workers_of_any_layout_read_the_weights_of_any_layout_and_each_byte_once(
     source: Trainer, others: dict[str, Path], read_by: list[RemoteWeights], case
 ) -> None:
