@@ -358,14 +358,14 @@ class Placer:
         self.events.measured("ttft", predicted_seconds, seconds)
 
     def learn(self, decision: Decision, seconds: float) -> None:
-        """Does nothing if the user described a worker's hardware, because predictions from such a
-        description are not corrected."""
+        """Does nothing unless both workers measured their times. Corrections apply to all workers,
+        so the error of an assumed or described one must not change predictions of others."""
         state, terms = self.accounts.state, decision.terms
         kinds = [
             state.description(name).kind for name in (decision.prefill, decision.decode) if name
         ]
-        given = any(kind.source is PriceSource.GIVEN for kind in kinds)
-        if not given and seconds > 0 and terms.uncorrected_ttft > 0:
+        measured = all(kind.source is PriceSource.MEASURED for kind in kinds)
+        if measured and seconds > 0 and terms.uncorrected_ttft > 0:
             self._corrections.observe(decision.way, terms.uncorrected_ttft, seconds)
 
     def changed(self) -> None:
@@ -561,5 +561,5 @@ def _accounts(accounts: Accounts, now: float, learned: bool) -> Iterable[WorkerA
             for column in ("open", "own_tokens", "own_pages", "committed_pages")
         )
         prices = accounts.state.description(name).kind.source
-        text = "learned" if learned and prices is not PriceSource.GIVEN else prices.value
+        text = "learned" if learned and prices is PriceSource.MEASURED else prices.value
         yield WorkerAccount(name, attempts, tokens, pages, committed, barred, text)

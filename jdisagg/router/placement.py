@@ -12,7 +12,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from jdisagg.costs.speeds import Array, Seconds
+from jdisagg.costs.speeds import Array, PriceSource, Seconds
 from jdisagg.plain import plain
 from jdisagg.router.accounts import Work
 from jdisagg.router.candidates import BARRED, Candidates, apart, broken_pairs, candidates, no_worker
@@ -94,7 +94,16 @@ def decide(
     decision = _choose(state, weighed, decodes, query, policy)
     if decision.prefill is None:
         decision = _with_source(state, decision, prefills, decodes, query, policy)
-    return decision if query.under_way else _admitted(state, decision, weighed, query, policy)
+    if query.under_way or _assumed(state, decision):
+        return decision
+    return _admitted(state, decision, weighed, query, policy)
+
+
+def _assumed(state: ClusterState, decision: Decision) -> bool:
+    """Assumed times can rank workers. They neither refuse nor defer a request."""
+    names = (decision.prefill, decision.decode)
+    kinds = [state.description(name).kind for name in names if name]
+    return any(kind.source is PriceSource.ASSUMED for kind in kinds)
 
 
 def weigh(

@@ -24,7 +24,6 @@ from jdisagg.layout.axes import Layout
 from jdisagg.messages.step_commands import StepCommand
 from jdisagg.ops.dense_attention import dense_causal_attend
 from jdisagg.request import Request, SamplingParams, StreamEvent
-from jdisagg.router.predictor import WINDOW
 from launch.grammars import grammar_compiler
 from launch.model import loader
 from models.checkpoint import load_model
@@ -126,11 +125,6 @@ class Running:
     async def complete_all(self, requests: Sequence[Request]) -> list[Collected]:
         return list(await asyncio.gather(*(self.complete(request) for request in requests)))
 
-    def expect_short_answers(self, request: Request) -> None:
-        """The router then admits more than fits, so that workers queue and preempt."""
-        for _ in range(WINDOW):
-            self.cluster.path.placer.ended(request, output_tokens=1)
-
     async def complete_preempted(
         self,
         requests: Sequence[Request],
@@ -141,7 +135,6 @@ class Running:
         compile, or on a busy machine, too few may run together. Returns the last round and the
         preemptions of all rounds."""
         for _ in range(rounds):
-            self.expect_short_answers(requests[0])
             done = await self.complete_all(requests)
             preemptions = sum(status.preemptions for status in await self.cluster.status())
             if preemptions and enough():

@@ -47,7 +47,6 @@ from jdisagg.request import (
 )
 from jdisagg.router.cluster_state import Description
 from jdisagg.router.decision import Affinity
-from jdisagg.router.predictor import WINDOW
 from jdisagg.scheduler.executor import Executor, MeshLimits
 from jdisagg.scheduler.host_blocks import TierRoom
 from jdisagg.scheduler.residency import BlockNames
@@ -246,10 +245,9 @@ class Fleet:
         self.path = self.new_path()
 
     def new_path(self, prefill: str = "", decode: str = "") -> RequestPath:
-        """The path of another router to the same workers, or to the named ones only. It has seen
-        short answers alone."""
+        """The path of another router to the same workers, or to the named ones only."""
         ports, decodes = self._prefill_ports, self._decode_ports
-        path = RequestPath(
+        return RequestPath(
             ClusterPorts(
                 {prefill: ports[prefill]} if prefill else ports,
                 {decode: decodes[decode]} if decode else decodes,
@@ -261,9 +259,6 @@ class Fleet:
             self._settings,
             self.new_id,
         )
-        for _ in range(WINDOW):  # so that it admits more than fits, and the workers preempt
-            path.placer.ended(toy_request(0), output_tokens=1)
-        return path
 
     def new_id(self) -> int:
         return self._random.getrandbits(63)
