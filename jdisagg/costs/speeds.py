@@ -57,7 +57,6 @@ class Kind:
         return PriceSource.ASSUMED if self.times is None else PriceSource.MEASURED
 
 
-# A fast accelerator, so that an unknown worker's predicted times refuse and defer no requests.
 ASSUMED_HARDWARE = accelerator("h100")
 ASSUMED = Kind(geometry("llama-3.1-8b"), Layout(), None)  # of a worker that describes no model
 

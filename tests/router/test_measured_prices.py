@@ -15,7 +15,7 @@ from jdisagg.router.accounts import Work
 from jdisagg.router.cluster_state import ClusterState
 from jdisagg.router.corrections import Corrections
 from jdisagg.router.cost_terms import transfers_of
-from jdisagg.router.decision import Decision, PlacementPolicy, PlacementQuery, PromptWay
+from jdisagg.router.decision import Decision, PlacementPolicy, PlacementQuery, PromptWay, Refusal
 from jdisagg.router.placement import decide
 from tests.router.fleets import decode_status, prefill_status, state_of
 
@@ -29,6 +29,7 @@ APPENDING = StepTimes(
     ((1, 1, 0.01), (8, 1, 0.012), (8, 1000, 0.014)),
 )
 QUERY = PlacementQuery(Work(1000, expected_tokens=10))
+RULES = PlacementPolicy(peer_fetch=True, fetch_from_decode=True)
 
 
 def with_times(status: WorkerStatus, times: StepTimes | None, **fields: object) -> WorkerStatus:
@@ -43,7 +44,7 @@ def measured(**links: tuple[LinkTimes, ...]) -> ClusterState:
 
 
 def decided(state: ClusterState, query: PlacementQuery = QUERY) -> Decision:
-    answer = decide(state, query, 0.0, PlacementPolicy(peer_fetch=True, fetch_from_decode=True))
+    answer = decide(state, query, 0.0, RULES)
     assert isinstance(answer, Decision)
     return answer
 
@@ -84,6 +85,23 @@ def test_until_a_worker_has_reported_times_those_of_a_fast_accelerator_are_assum
     assert assumed == decided(state_of(prefill_status("p"), decode, kind=described)).ttft_seconds
     state.update(with_times(prefill_status("p"), PREFILL), 0.0)
     assert decided(state).ttft_seconds > 5 * assumed
+
+
+@pytest.mark.parametrize("timed", [None, "p", "d"])
+def test_assumed_times_refuse_no_request(timed: str | None) -> None:
+    """Nor does a pair of which one worker alone has measured times."""
+    workers = {
+        "p": with_times(prefill_status("p"), PREFILL),
+        "d": with_times(decode_status("d"), APPENDING),
+    }
+    hurried = replace(QUERY, limit_seconds=1e-6)
+    assert isinstance(
+        decide(state_of(*workers.values(), kind=UNKNOWN), hurried, 0.0, RULES), Refusal
+    )
+    for name, status in workers.items():
+        if name != timed:
+            workers[name] = with_times(status, None)
+    decided(state_of(*workers.values(), kind=UNKNOWN), hurried)
 
 
 def test_times_do_not_change_predictions_of_described_hardware() -> None:
