@@ -45,7 +45,6 @@ def build_worker(
     mode: Mode = Mode.DISAGGREGATED,
     *,
     fetches: bool = False,
-    decoder: type[DecodeWorker] = DecodeWorker,
 ) -> Worker:
     """Builds a worker with the given role on one mesh.
 
@@ -57,7 +56,7 @@ def build_worker(
     """
     if role is WorkerRole.PREFILL:
         return PrefillWorker(context, executor, config, limits, peers if fetches else None)
-    return decoder(context, executor, config, limits, peers, mode, fetches)
+    return DecodeWorker(context, executor, config, limits, peers, mode, fetches)
 
 
 class LocalCluster:
@@ -92,7 +91,6 @@ class LocalCluster:
         mode: Mode = Mode.DISAGGREGATED,
         *,
         fetches: bool = False,
-        decoder: type[DecodeWorker] = DecodeWorker,
     ) -> Worker:
         """Builds a worker that can receive KV from the other workers of this cluster. Replaces an
         earlier worker of the same name."""
@@ -101,15 +99,7 @@ class LocalCluster:
             return self.peer(source, worker)
 
         worker = build_worker(
-            role,
-            context,
-            executor,
-            config,
-            self.limits,
-            peers,
-            mode,
-            fetches=fetches,
-            decoder=decoder,
+            role, context, executor, config, self.limits, peers, mode, fetches=fetches
         )
         self.workers[context.name] = worker
         if self._mortal:

@@ -16,7 +16,7 @@ from jdisagg.router.decision import Known, PromptBlocks
 from jdisagg.router.prefix_index import ByWorker, Numbering, PrefixIndex
 from jdisagg.scheduler.residency import BlockNames
 
-# Entries of about 300 bytes (benchmarks/LOG.md), half a gigabyte in total.
+# Entries of about 180 bytes (benchmarks/LOG.md), 0.4 GB in total.
 MOST_BLOCKS = 1 << 21
 
 

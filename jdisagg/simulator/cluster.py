@@ -33,7 +33,6 @@ from jdisagg.simulator.prompt_names import PromptBook, PromptNames
 from jdisagg.simulator.report import WorkerUsage
 from jdisagg.simulator.timeline import Timeline
 from jdisagg.telemetry import Counters
-from jdisagg.worker.decode_worker import DecodeWorker
 from jdisagg.worker.mesh_worker import WorkerContext
 
 SWEEP_SECONDS = 0.5
@@ -227,13 +226,9 @@ class SimulatedCluster:
             context,
             mesh,
             pool.instance,
-            self.fleet.mode_of(pool),
+            self.fleet.mode,
             fetches=self._names is not None and bool(self.fleet.routing.peer_fetch),
-            decoder=self._decode_worker(pool),
         )
-
-    def _decode_worker(self, pool: Pool) -> type[DecodeWorker]:
-        return DecodeWorker
 
     def _policy(self) -> PlacementPolicy:
         rules = rules_of(self.fleet.routing, self.fleet.limits.timeouts)

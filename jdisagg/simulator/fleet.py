@@ -132,9 +132,6 @@ class Fleet:
     def pools(self) -> tuple[Pool, ...]:
         return (self.decode,) if self.prefill is None else (self.prefill, self.decode)
 
-    def mode_of(self, pool: Pool) -> Mode:
-        return self.mode
-
     @property
     def weights_text(self) -> str:
         bits = self.geometry.matrix_bits
@@ -211,7 +208,7 @@ class Fleet:
         one = replace(instance, layout=replace(instance.layout, pp=1))
         limits = mesh_limits(
             one,
-            self.mode_of(pool),
+            self.mode,
             kv_spec(self.geometry, self.kept_dtype),
             self.context,
             layer_groups=1,
@@ -246,24 +243,18 @@ class Fleet:
         for _, number, index in turns:
             pool = self.pools[number]
             size = self.hardware_of(pool).domain_devices
-            kind = self.hosts_of(pool)
+            kind = pool.hardware.name
             host, left = free.get(kind, (0, 0))
             if left < min(pool.devices, size):
                 host, left = hosts, math.ceil(pool.devices / size) * size
                 hosts += left // size
             free[kind] = (host, left - pool.devices)
-            rack = self.rack_of(pool, host)
-            found[number, index] = f"{rack}/host{host}/domain{host}/{number}.{index}"
+            rack = host // HOSTS_PER_RACK
+            found[number, index] = f"rack{rack}/host{host}/domain{host}/{number}.{index}"
         return tuple(
             tuple(found[number, index] for index in range(pool.count))
             for number, pool in enumerate(self.pools)
         )
-
-    def hosts_of(self, pool: Pool) -> str:
-        return pool.hardware.name
-
-    def rack_of(self, pool: Pool, host: int) -> str:
-        return f"rack{host // HOSTS_PER_RACK}"
 
     def link_between(self) -> Callable[[str, str], Link]:
         out = self._slowest(lambda hardware: hardware.scale_out)
