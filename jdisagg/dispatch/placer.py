@@ -45,7 +45,7 @@ from jdisagg.router.decision import (
     PromptBlocks,
     Refusal,
 )
-from jdisagg.router.placement import NO_WORK, decide
+from jdisagg.router.placement import NO_WORK, decide, price_sources
 from jdisagg.router.predictor import LearnedLengths
 from jdisagg.router.replacements import another_decode, another_prefill
 from jdisagg.spending import Spending
@@ -205,7 +205,7 @@ class PlacementHandle:
     def measured_ttft(self, seconds: float) -> None:
         self._entry.ttft_seconds = seconds
         if self._entry.predicted_ttft_seconds is not None:
-            self._placer.measured_ttft(self._entry.predicted_ttft_seconds, seconds)
+            self._placer.measured_ttft(self.decision, self._entry.predicted_ttft_seconds, seconds)
             self._placer.learn(self.decision, seconds - self._entry.waited_seconds)
 
     def measured_tpot(self, seconds: float) -> None:
@@ -353,20 +353,19 @@ class Placer:
     def ended(self, request: Request, output_tokens: int) -> None:
         self.lengths.observe(request.tenant, len(request.prompt_token_ids), output_tokens)
 
-    def measured_ttft(self, predicted_seconds: float, seconds: float) -> None:
-        self._lateness.observe(seconds - predicted_seconds, self.now())
+    def measured_ttft(self, decision: Decision, predicted_seconds: float, seconds: float) -> None:
+        """The error of an assumed time is no lateness, because it would delay all workers."""
+        if PriceSource.ASSUMED not in price_sources(self.accounts.state, decision):
+            self._lateness.observe(seconds - predicted_seconds, self.now())
         self.events.measured("ttft", predicted_seconds, seconds)
 
     def learn(self, decision: Decision, seconds: float) -> None:
         """Does nothing unless both workers measured their times. Corrections apply to all workers,
         so the error of an assumed or described one must not change predictions of others."""
-        state, terms = self.accounts.state, decision.terms
-        kinds = [
-            state.description(name).kind for name in (decision.prefill, decision.decode) if name
-        ]
-        measured = all(kind.source is PriceSource.MEASURED for kind in kinds)
-        if measured and seconds > 0 and terms.uncorrected_ttft > 0:
-            self._corrections.observe(decision.way, terms.uncorrected_ttft, seconds)
+        predicted = decision.terms.uncorrected_ttft
+        measured = price_sources(self.accounts.state, decision) == {PriceSource.MEASURED}
+        if measured and seconds > 0 and predicted > 0:
+            self._corrections.observe(decision.way, predicted, seconds)
 
     def changed(self) -> None:
         self._queue.changed()

@@ -40,8 +40,8 @@ class WorkerAccount:
             their end.
         barred_seconds: Seconds for which the worker still gets no requests, because it failed.
         prices: Source of the predicted times of the worker: "given" (--hardware), "measured" (by
-            the worker), "assumed" (neither is known) or "learned" (measured or assumed, and
-            corrected by outcomes).
+            the worker), "assumed" (neither is known) or "learned" (measured, and corrected by
+            outcomes).
     """
 
     worker: str

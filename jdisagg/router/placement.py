@@ -94,16 +94,16 @@ def decide(
     decision = _choose(state, weighed, decodes, query, policy)
     if decision.prefill is None:
         decision = _with_source(state, decision, prefills, decodes, query, policy)
-    if query.under_way or _assumed(state, decision):
+    # Assumed times can rank workers. They neither refuse nor defer a request.
+    if query.under_way or PriceSource.ASSUMED in price_sources(state, decision):
         return decision
     return _admitted(state, decision, weighed, query, policy)
 
 
-def _assumed(state: ClusterState, decision: Decision) -> bool:
-    """Assumed times can rank workers. They neither refuse nor defer a request."""
+def price_sources(state: ClusterState, decision: Decision) -> set[PriceSource]:
+    """Returns where the predicted times of the workers of a decision come from."""
     names = (decision.prefill, decision.decode)
-    kinds = [state.description(name).kind for name in names if name]
-    return any(kind.source is PriceSource.ASSUMED for kind in kinds)
+    return {state.description(name).kind.source for name in names if name}
 
 
 def weigh(

@@ -6,9 +6,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import msgspec
 import pytest
 
 from jdisagg.config import RoutingConfig
+from jdisagg.costs.measured import StepTimes
 from jdisagg.dispatch.placer import PlacementHandle, PlacementRequest, Placer, PlacerSettings
 from jdisagg.dispatch.router_events import NO_ROUTER_EVENTS, NoRouterEvents, RouterEvents
 from jdisagg.errors import NoWorkerError, OverloadedError
@@ -183,6 +185,28 @@ def test_the_end_of_a_long_answer_lets_nobody_back_who_has_failed_since() -> Non
             if account.barred_seconds > 0
         }
         assert barred == {worker}
+
+    run_virtually(main)
+
+
+@pytest.mark.parametrize(("measured", "told"), [(False, "assumed"), (True, "learned")])
+def test_only_outcomes_of_measured_times_correct_the_predictions_of_all(
+    measured: bool, told: str
+) -> None:
+    steps = ((1, 1, 0.01), (8, 1, 0.012))
+    times = StepTimes((512,), ((512, 0, 0.05),), (1, 8), steps) if measured else None
+    described = Description("r", replace(H100, hardware=None))
+
+    async def main() -> None:
+        desk = Desk()
+        for status in (prefill_status("p0"), decode_status("d0")):
+            desk.accounts.state.describe(status.name, described)
+            desk.accounts.heard(msgspec.structs.replace(status, times=times), desk.clock.now())
+        for number in range(30):
+            placement = await desk.place(number)
+            placement.measured_ttft(5.0)
+            placement.end()
+        assert {account.prices for account in desk.placer.status().accounts} == {told}
 
     run_virtually(main)
 
