@@ -24,10 +24,6 @@ def switch_off(names: Iterable[str]) -> None:
     _off.update(names)
 
 
-def switched_off() -> frozenset[str]:
-    return frozenset(_off)
-
-
 def usable(name: str) -> bool:
     """The kernel must also support the platform and the sizes."""
     return name not in _off

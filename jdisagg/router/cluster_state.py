@@ -67,7 +67,6 @@ COLUMNS = {
         (*SAID, *OWN, "speed", "spoke", "barred_until", "paced_until", *PARTS)
     )
 }
-DESCRIBED = ("speed", *PARTS)
 HEARD_AT = COLUMNS["heard_at"]
 # Values that rarely change, and values that change with each status.
 FORM = slice(COLUMNS["decodes"], COLUMNS["weights"] + 1)
