@@ -126,18 +126,17 @@ class Running:
     async def complete_preempted(
         self,
         requests: Sequence[Request],
-        rounds: int = 6,
         enough: Callable[[], bool] = lambda: True,
     ) -> tuple[list[Collected], int]:
         """Runs all at once until sequences were preempted and `enough` holds: while programs
         compile, or on a busy machine, too few may run together. Returns the last round and the
         preemptions of all rounds."""
-        for _ in range(rounds):
-            done = await self.complete_all(requests)
-            preemptions = sum(status.preemptions for status in await self.cluster.status())
-            if preemptions and enough():
-                return done, preemptions
-        raise AssertionError("the pages were not few enough")
+        async with asyncio.timeout(300):
+            while True:
+                done = await self.complete_all(requests)
+                preemptions = sum(status.preemptions for status in await self.cluster.status())
+                if preemptions and enough():
+                    return done, preemptions
 
     def request(self, prompt: str | Sequence[int], name: str = "r", **sampling: object) -> Request:
         ids = tuple(self.tokenizer.encode(prompt)) if isinstance(prompt, str) else tuple(prompt)

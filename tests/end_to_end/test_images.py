@@ -161,12 +161,10 @@ async def test_moved_sequences_keep_their_positions(tmp_path: Path) -> None:
         moving = asyncio.create_task(cluster.move_some())
         requests = [asked(run, prompt, images, f"r{at}", max_tokens=100) for at in range(3)]
         done = []
-        for _ in range(6):  # a sequence may end before the programs that move it are compiled
-            done += await run.complete_all(requests)
-            if cluster.first.counters["sequences_moved"]:
-                break
+        async with asyncio.timeout(300):  # sequences end before the programs that move are compiled
+            while not cluster.first.counters["sequences_moved"]:
+                done += await run.complete_all(requests)
         moving.cancel()
-        assert cluster.first.counters["sequences_moved"] > 0
     assert [one.tokens for one in done] == [expected] * len(done)
 
 
