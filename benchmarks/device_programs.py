@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -14,6 +15,8 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from benchmarks.deviceless import (
+    Copied,
+    Counted,
     DevicelessPrograms,
     GpuPrograms,
     Report,
@@ -25,13 +28,17 @@ from benchmarks.deviceless import (
 from benchmarks.gpu_devices import GPU_DEVICES
 from benchmarks.tpu_devices import TPU_DEVICES, TpuDevice
 from jdisagg.clock import MonotonicClock
-from jdisagg.config import InstanceConfig, Mode
+from jdisagg.config import InstanceConfig, Mode, PrefixConfig
 from jdisagg.engine.limits import mesh_limits
+from jdisagg.engine.replica import mesh_role
 from jdisagg.errors import JdisaggError
 from jdisagg.executor.mesh_executor import MeshExecutor, MeshRole
 from jdisagg.executor.prefill_program import chunk_forms
+from jdisagg.executor.warm_up import warm_up_steps
+from jdisagg.grammar.compiler import GrammarCompiler
 from jdisagg.layout.axes import Layout
 from jdisagg.layout.kv_spec import KvKind
+from jdisagg.messages.worker_status import WorkerRole
 from jdisagg.ops.quantized_weights import checked_weights
 from jdisagg.transfer.in_process import InProcessChannel
 from models.catalog import read_config
@@ -133,11 +140,14 @@ MODELS: dict[str, dict[str, object]] = {
 }  # fmt: skip
 DEVICES = GPU_DEVICES | TPU_DEVICES
 WHAT = ("decode", "updates", "prefill", "blocks")
+ROLES = {"": Mode.DISAGGREGATED, "prefill": Mode.DISAGGREGATED, "decode": Mode.DISAGGREGATED,
+         "mixed": Mode.CHUNKED}  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Case:
-    """The programs to compile. Sizes are in tokens, rows of a batch, and pages of a rank."""
+    """The programs to compile. Sizes are in tokens, rows of a batch, and pages of a rank. `role` is
+    that of a worker, with the defaults of a worker; without one the mesh has all roles."""
 
     device: str = "h200"
     model: str = "llama-3-8b"
@@ -155,6 +165,7 @@ class Case:
     slots: int = 128
     window: int = 0
     what: str = ",".join(WHAT)
+    role: str = ""
 
     def config(self) -> DecoderConfig:
         fields = {**MODELS[self.model], "num_hidden_layers": self.layers}
@@ -193,12 +204,12 @@ def build(case: Case, report: Report) -> MeshExecutor:
         slots_per_rank=case.slots,
         chunk_tokens=case.chunk,
         min_chunk_tokens=min(case.chunk, 512),
-        speculate="ngram" if "drafts" in case.what else "off",
+        speculate="ngram" if "drafts" in case.what or case.role else "off",
     )
-    apart = model.kv_spec.can_part
+    apart = model.kv_spec.can_part and ROLES[case.role] is Mode.DISAGGREGATED
     limits = mesh_limits(
         instance,
-        Mode.DISAGGREGATED,
+        ROLES[case.role],
         model.kv_spec,
         case.context,
         layout.pp,
@@ -207,6 +218,9 @@ def build(case: Case, report: Report) -> MeshExecutor:
         rings=apart and "prefill" not in case.what,
     )
     role = MeshRole(prefill=True, decode=True, emit=True, extracts=True)
+    if case.role:
+        prefix = PrefixConfig(reuse=True, host_gib=1.0)
+        role = mesh_role(WorkerRole[case.role.upper()], instance, prefix)
     table = config.vocabulary * config.width * jnp.dtype(case.dtype).itemsize // layout.tp
 
     def programs(mesh: Mesh) -> DevicelessPrograms:
@@ -266,6 +280,14 @@ def _blocks(executor: MeshExecutor, case: Case) -> None:
         executor.blocks.warm_extract(band, tokens, KvKind.WINDOW)
 
 
+def _start(executor: MeshExecutor, case: Case) -> None:
+    """Compiles everything that a worker compiles before it is ready."""
+    if case.role != "prefill":
+        executor.constrain(GrammarCompiler(lambda: None))  # type: ignore[arg-type, return-value]
+    for step in warm_up_steps(executor):
+        step()
+
+
 _STEPS: dict[str, Callable[[MeshExecutor, Case], None]] = {
     "decode": _decode,
     "drafts": _drafts,
@@ -273,6 +295,7 @@ _STEPS: dict[str, Callable[[MeshExecutor, Case], None]] = {
     "updates": _updates,
     "prefill": _prefill,
     "blocks": _blocks,
+    "start": _start,
 }
 
 
@@ -314,6 +337,8 @@ def print_counts(case: Case, parser: argparse.ArgumentParser) -> None:
     """Compiles what the case names, and prints a JSON line for each program."""
     if unknown := sorted(set(case.what.split(",")) - set(_STEPS)):
         parser.error(f"--what: {', '.join(unknown)} is none of {', '.join(_STEPS)}")
+    if case.role not in ROLES:
+        parser.error(f"--role={case.role}: one of prefill, decode, mixed")
     if not 0 < case.batch <= case.slots:
         parser.error(f"--batch={case.batch} must be in [1, {case.slots}], the --slots")
     if why := missing(platform_of(case.device)):
@@ -321,11 +346,19 @@ def print_counts(case: Case, parser: argparse.ArgumentParser) -> None:
     without_a_device()
     which = {key: getattr(case, key) for key in ("device", "model", "layout", "layers")}
     which |= {
-        key: getattr(case, key) for key in ("window", "weights", "kv_dtype") if getattr(case, key)
+        key: getattr(case, key)
+        for key in ("window", "weights", "kv_dtype", "role")
+        if getattr(case, key)
     }
+    seconds: list[float] = []
+
+    def shown(counted: Counted | Copied) -> None:
+        seconds.append(getattr(counted, "compile_seconds", 0.0))
+        print(json.dumps({**asdict(counted), **which}), flush=True)
+
     try:
-        compile_all(
-            case, lambda counted: print(json.dumps({**asdict(counted), **which}), flush=True)
-        )
+        compile_all(case, shown)
+        count, total, used = len(seconds), sum(seconds), time.process_time()
+        print(f"{count} programs, {total:.1f} s of compilation, {used:.1f} processor seconds")
     except JdisaggError as error:
         sys.exit(f"error: {error.message}")

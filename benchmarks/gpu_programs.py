@@ -7,7 +7,9 @@ CUDA graphs, loops that the host drives, kernels, copies, bytes. A program is ri
 it is one graph (or too small to be one), drives no loop from the host, copies neither weights nor
 pages, and holds them in place (`alias_bytes` is at least the pool's). --what takes some of decode,
 updates, prefill, blocks, pair (the two programs of steps with grammars) and drafts (those of steps
-that verify drafts); --window=N gives every layer a window.
+that verify drafts); --window=N gives every layer a window. --what=start --role=mixed (prefill,
+decode) takes all that such a worker compiles before it is ready. The last line has the number of
+programs, the sum of their compile seconds, and the processor seconds of all.
 With pipeline stages there is also a line for each copy from the mesh of one stage to another.
 Needs `pip install jax[cuda13]`."""
 

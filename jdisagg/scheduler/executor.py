@@ -31,9 +31,9 @@ class MeshLimits:
             transferred in a separate block while the next group is computed.
         granule_tokens: Number of tokens of the shortest transfer block (`blocks.LENGTHS`). Rows of
             a packed chunk start at multiples of this length.
-        pack_tokens: Largest number of tokens of a chunk that several prompts share; None means the
-            largest chunk size. A single prompt may always fill the largest chunk. If this is set, a
-            prompt that shares a chunk is not split.
+        pack_tokens: Set if prompts are computed whole, and before decode steps (mode UNIFIED):
+            largest number of tokens of a chunk that several prompts share. A single prompt may fill
+            the largest chunk. None if chunks of a prompt and decode steps alternate or mix.
         state_slots_per_rank: Number of sequences on a rank that can have recurrent state or a
             sliding-window ring buffer.
         windows_apart: Whether the KV of sliding-window layers is stored and sent separately, after

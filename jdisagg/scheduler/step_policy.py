@@ -5,13 +5,13 @@ CHUNKED mode runs prefill chunks together with decode steps. The predicted time 
 which is the gap between two tokens of a running sequence, is at most `GAP_STEPS` times the measured
 time of a step alone. Among the chunk sizes within this limit, the smallest is chosen that computes
 nearly as many prompt tokens per second as the best one (`EFFICIENT`). If no sequence runs, chunks
-have their full size. A mesh without mixed programs alternates chunks and steps. UNIFIED mode runs
-whole prefills first.
+have their full size. A mesh without mixed programs alternates chunks and steps. Mode UNIFIED sets
+large chunks without mixed programs, after which steps have no turn while a prompt waits.
 
 If sequences are about to join the batch, no step is issued, so that they join the next step. The
 mesh is busy with earlier commands in the meantime. Two kinds of sequences are about to join: those
-of a prefill chunk in flight (UNIFIED mode only), and those whose last KV insertions were issued
-before the newest step in flight.
+whose last KV insertions were issued before the newest step in flight, and those of a prefill chunk
+in flight if prompts are computed whole.
 
 On a mesh with several dp ranks, prompts may wait until each rank has one (`gathering`). During this
 time only single steps run, so that a chunk can follow any step.
@@ -21,8 +21,6 @@ time only single steps run, so that a chunk can follow any step.
 import enum
 
 import msgspec
-
-from jdisagg.config import Mode
 
 # Largest time of a decode step with a prefill chunk, relative to a step alone. The smallest chunk
 # may exceed this limit.
@@ -46,7 +44,8 @@ class StepSnapshot(msgspec.Struct, frozen=True, gc=False):
     Attributes:
         prompts_queued: Whether some prompt has tokens that are in no issued chunk.
         gathering: Whether the queued prompts wait for prompts of other dp ranks.
-        prefilled_last: Whether the newest command was a prefill chunk.
+        steps_turn: Whether decode steps go before further prompts, because the newest command was a
+            prefill chunk and the mesh alternates.
         decode_runnable: Whether any sequence can run a decode step. Read only if a prompt waits.
         mixes: Whether the mesh has programs that run a chunk and a decode step together.
         step_seconds: Measured seconds of a decode step alone. None if there is no recent
@@ -56,24 +55,20 @@ class StepSnapshot(msgspec.Struct, frozen=True, gc=False):
         interruptible: Whether the mesh runs spans: commands of many steps that can be ended early.
         span_in_flight: Whether a span is running.
         span_blocks: Whether a sequence must wait until the running span ends.
-        chunk_in_flight: Whether a prefill chunk was issued and its result is not applied yet.
         kv_arriving: Whether KV blocks are being received from another worker.
-        kv_completing: Whether some KV transfer will be complete before the newest step in flight
-            ends, because all its insertions were issued before that step.
+        joining: Whether sequences join the batch before the newest command in flight ends.
     """
 
-    mode: Mode
     interruptible: bool = False
     prompts_queued: bool = False
     gathering: bool = False
-    prefilled_last: bool = False
+    steps_turn: bool = False
     decode_runnable: bool = True
     mixes: bool = False
     span_in_flight: bool = False
     span_blocks: bool = False
-    chunk_in_flight: bool = False
     kv_arriving: bool = False
-    kv_completing: bool = False
+    joining: bool = False
     step_seconds: float | None = None
     mixed_seconds: tuple[tuple[int, float], ...] = ()
 
@@ -92,12 +87,10 @@ class StepDecision(msgspec.Struct, frozen=True, gc=False):
 
 _INTERRUPT = StepDecision(Action.INTERRUPT, "something waits for the end of the span")
 _ONE_SPAN = StepDecision(Action.WAIT, "a span is under way; what follows is decided at its end")
-_WHOLE_PROMPTS = StepDecision(Action.PREFILL, "whole prompts go before decode steps")
-_CHUNKS_TURN = StepDecision(Action.PREFILL, "a prompt waits, and decode steps went last")
+_CHUNKS_TURN = StepDecision(Action.PREFILL, "a prompt waits, and it is not the turn of steps")
 _NO_STEPS = StepDecision(Action.PREFILL, "a prompt waits, and no sequence can be stepped")
 _UNMEASURED = StepDecision(Action.DECODE, "a prompt waits, and the time of a step is not measured")
-_CHUNK_JOINS = StepDecision(Action.WAIT, "the chunk's sequences join the next step")
-_KV_JOINS = StepDecision(Action.WAIT, "sequences whose KV is nearly whole join the next step")
+_JOINING = StepDecision(Action.WAIT, "sequences whose KV is nearly complete join the next step")
 _ALONE = StepDecision(Action.DECODE, "nothing else waits", quiet=True)
 _BESIDE = StepDecision(Action.DECODE, "prompts or KV wait beside the sequences")
 
@@ -107,18 +100,14 @@ def next_step(now: StepSnapshot) -> StepDecision:
     if now.span_in_flight:
         return _INTERRUPT if now.prompts_queued or now.span_blocks else _ONE_SPAN
     if now.prompts_queued and not now.gathering:
-        if now.mode is Mode.UNIFIED:
-            return _WHOLE_PROMPTS
         if now.mixes and now.decode_runnable:
             return _UNMEASURED if now.step_seconds is None else _mixed(now, now.step_seconds)
-        if not now.prefilled_last:
+        if not now.steps_turn:
             return _CHUNKS_TURN
         if not now.decode_runnable:
             return _NO_STEPS
-    if now.mode is Mode.UNIFIED and now.chunk_in_flight:
-        return _CHUNK_JOINS
-    if now.kv_completing:
-        return _KV_JOINS
+    if now.joining:
+        return _JOINING
     quiet = not now.prompts_queued and (now.interruptible or not now.kv_arriving)
     return _ALONE if quiet else _BESIDE
 

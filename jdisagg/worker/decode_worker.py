@@ -86,8 +86,8 @@ class DecodeWorker(MeshWorker):
     ) -> None:
         lease_seconds = min(limits.handoff_lease_seconds, limits.reservation_lease_seconds)
         super().__init__(context, executor, config, limits, lease_seconds)
-        computes, mesh, counters = mode is not Mode.DISAGGREGATED, executor.limits, self.counters
-        self._mode = mode
+        mesh, counters = executor.limits, self.counters
+        self._computes = computes = mode is not Mode.DISAGGREGATED
         self._interruptible = executor if isinstance(executor, InterruptibleExecutor) else None
         state = self._state = DecodeState(mesh, context.names, self._adapters.table)
         state.rank_bound = context.tiers.rank_bound
@@ -100,6 +100,7 @@ class DecodeWorker(MeshWorker):
         self._prefills = OwnPrefills(state, context.ids, context.clock.now, counters)
         can_prefill = computes or mesh.append_buckets
         self._chunk_tokens = mesh.computed.chunk_buckets[-1] if can_prefill else 0
+        self._alternates = mesh.pack_tokens is None
         self._prefilled_last = False
         self._mixed = MixedSteps(state, self._batches, self._prefills, counters)
         self._requests = PageRequests(
@@ -259,20 +260,18 @@ class DecodeWorker(MeshWorker):
         newest = self._loop.newest(DecodeSteps)
         if spans and newest:
             return StepSnapshot(
-                self._mode,
                 interruptible=True,
                 prompts_queued=prompts,
                 span_in_flight=True,
                 span_blocks=not prompts and self._batches.interrupting(),
             )
         snapshot = StepSnapshot(
-            self._mode,
             interruptible=spans,
             prompts_queued=prompts,
-            prefilled_last=self._prefilled_last,
-            chunk_in_flight=self._mode is Mode.UNIFIED and self._loop.in_flight(PrefillChunk),
+            steps_turn=self._prefilled_last and self._alternates,
             kv_arriving=not spans and self._incoming.arriving,
-            kv_completing=newest > 0 and self._incoming.completing_before(newest),
+            joining=(newest > 0 and self._incoming.completing_before(newest))
+            or (not self._alternates and self._loop.in_flight(PrefillChunk)),
         )
         return self._mixed.seen(snapshot)
 
@@ -306,7 +305,7 @@ class DecodeWorker(MeshWorker):
     async def _enqueue(
         self, call: ReserveCall, arrival: float
     ) -> "tuple[int, asyncio.Future[SequenceGroup]]":
-        if self._mode is Mode.DISAGGREGATED or not self._kept.on:
+        if not self._computes or not self._kept.on:
             return self._requests.enqueue(call, arrival)
         waits = self._prefills.waits
         key = await waits.join(call, arrival - head_start(call.request.priority))
@@ -414,7 +413,7 @@ class DecodeWorker(MeshWorker):
         if source is not None:
             return self._incoming.begin(group, source)
         tokens = self._prefills.add(group)
-        if self._mode is Mode.DISAGGREGATED:
+        if not self._computes:
             self.counters.add("prompts_appended")
             self.counters.add("tokens_appended", tokens)
         self._settle()
@@ -560,7 +559,7 @@ class DecodeWorker(MeshWorker):
             stream.weights = self._hello.weights
 
     def _status(self) -> WorkerStatus:
-        role = WorkerRole.DECODE if self._mode is Mode.DISAGGREGATED else WorkerRole.MIXED
+        role = WorkerRole.MIXED if self._computes else WorkerRole.DECODE
         return msgspec.structs.replace(
             self._state.status(self.name, role, self._layout),
             waiting=len(self._reservations) + self._spilled.spills.waiting(),

@@ -26,7 +26,7 @@ class MixedSteps:
         if snapshot.prompts_queued and self._prefills.gathering:
             return msgspec.structs.replace(snapshot, gathering=True)
         mixes = snapshot.prompts_queued and bool(self._times.chunks)
-        if not mixes and not (snapshot.prompts_queued and snapshot.prefilled_last):
+        if not mixes and not (snapshot.prompts_queued and snapshot.steps_turn):
             return snapshot
         runnable, width = self._batches.runnable(), self._batches.width()
         times = mixes and runnable

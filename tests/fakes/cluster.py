@@ -225,6 +225,9 @@ class Fleet:
             queue_limit=queue_limit,
         )
         self._limits = {"p": prefill or toy_limits(), "d": decode or toy_limits()}
+        if mode is Mode.UNIFIED:
+            whole = self._limits["d"].chunk_buckets[-1]
+            self._limits["d"] = replace(self._limits["d"], pack_tokens=whole)
         if mode is Mode.CHUNKED and mixes and not self._limits["d"].kv_spec.has_state:
             sizes = self._limits["d"].chunk_buckets
             self._limits["d"] = replace(self._limits["d"], mixed_buckets=sizes)

@@ -128,8 +128,7 @@ class SteppedRun:
 
     def _instances(self, pool: Pool, costs: StepCosts) -> list[Instance]:
         fleet, limits = self._fleet, self._fleet.limits_of(pool)
-        chunk = limits.pack_tokens or limits.chunk_buckets[-1]
-        return [Instance(limits, costs, fleet.mode, chunk, fleet.fused) for _ in range(pool.count)]
+        return [Instance(limits, costs, fleet.fused) for _ in range(pool.count)]
 
     def _prefix_caches(self) -> list[PrefixCache]:
         limits = self._fleet.limits_of(self._fleet.prefill or self._fleet.decode)

@@ -10,7 +10,6 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from jdisagg.config import Mode
 from jdisagg.scheduler.executor import MeshLimits
 from jdisagg.simulator.step_costs import Pace, StepCosts
 
@@ -192,8 +191,8 @@ class CommandEnd:
 
 
 class Instance:
-    """One instance that prefills, decodes or does both. If it does both, `mode` determines the
-    order of its commands.
+    """One instance that prefills, decodes or does both. If it does both, steps and chunks
+    alternate, or whole prompts go first (`limits.pack_tokens`).
 
     Attributes:
       joining: Sequences whose KV has arrived and that join after the running command.
@@ -201,10 +200,8 @@ class Instance:
         pipeline stage.
     """
 
-    def __init__(
-        self, limits: MeshLimits, costs: StepCosts, mode: Mode, chunk_tokens: int, fused: bool
-    ) -> None:
-        self.queues = PromptQueues(limits, chunk_tokens)
+    def __init__(self, limits: MeshLimits, costs: StepCosts, fused: bool) -> None:
+        self.queues = PromptQueues(limits, limits.pack_tokens or limits.chunk_buckets[-1])
         self.batch = DecodeBatch(limits, growth_tokens=256)
         self.joining: list[SteppedRequest] = []
         self.ends_at: float | None = None
@@ -212,7 +209,8 @@ class Instance:
         self.busy_seconds = 0.0
         self.version = 0
         self.chunk: Chunk | None = None
-        self._costs, self._mode, self._fused = costs, mode, fused
+        self._costs, self._fused = costs, fused
+        self._alternates = limits.pack_tokens is None
         self._stages = limits.stages
         self._span: SteppedSpan | None = None
         self._prefilled_last = False
@@ -235,9 +233,9 @@ class Instance:
             self.batch.join(request)
         self.joining.clear()
         prompts, running = self.queues.count, self.batch.running
-        alternates = self._mode is Mode.CHUNKED and self._prefilled_last and running
+        steps_turn = self._alternates and self._prefilled_last and running
         gathers = self._waited < self._most_waited and prompts and self._gathers()
-        if (prompts or self._issued) and not alternates and not gathers:
+        if (prompts or self._issued) and not steps_turn and not gathers:
             self._begin_chunk(now)
         elif running:
             self._begin_span(now)
@@ -274,7 +272,7 @@ class Instance:
 
     def _begin_span(self, now: float) -> None:
         batch, stages = self.batch, self._stages
-        prompts = self.queues.count and (self._mode is Mode.CHUNKED or self._most_waited)
+        prompts = self.queues.count
         self._waited += 1 if prompts else 0
         steps = 1 if prompts else batch.until_first_end()
         count, context = -(-max(batch.counts) // stages), max(batch.contexts) / stages
