@@ -267,8 +267,9 @@ class Stem(Protocol):
         """Applies the final norm alone."""
         ...
 
-    def project(self, y_RD: jax.Array, shards: Shards) -> jax.Array:
-        """Applies the head alone: `logits` of activations after the norm."""
+    def project(self, y_RD: jax.Array, shards: Shards, *, apart: bool = False) -> jax.Array:
+        """Applies the head alone: `logits` of activations after the norm. With `apart`, returns
+        this device's share of the rows only (`ops.embedding.gather_logits`)."""
         ...
 
 

@@ -87,7 +87,7 @@ class DecoderStem(nnx.Module):
         assert self.norm is not None
         return self.norm(x_RD)
 
-    def project(self, y_RD: jax.Array, shards: Shards) -> jax.Array:
+    def project(self, y_RD: jax.Array, shards: Shards, *, apart: bool = False) -> jax.Array:
         kernel, transposed = (
             (self.embedding, True)
             if self.head is None
@@ -104,7 +104,7 @@ class DecoderStem(nnx.Module):
             out = out / self.divisor
         if self.cap:
             out = self.cap * jnp.tanh(out / self.cap)
-        return gather_logits(out, self.vocabulary, shards.tp)
+        return gather_logits(out, self.vocabulary, shards.tp, apart=apart)
 
 
 class Decoder(nnx.Module):

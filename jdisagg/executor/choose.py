@@ -48,31 +48,78 @@ class Chosen(NamedTuple):
         return Chosen(programs.readable_spec, programs.readable_spec)  # type: ignore[arg-type]
 
 
-def logits(stem: Stem, y_BD: jax.Array, shards: Shards, vocabulary: int) -> jax.Array:
-    """Returns the logits for `choose` from activations after the final norm, [B, V]."""
-    return stem.project(y_BD, shards)[:, :vocabulary]
+def logits(
+    stem: Stem, y_BD: jax.Array, shards: Shards, vocabulary: int, *, apart: bool = False
+) -> jax.Array:
+    """Returns the logits from activations after the final norm, [B, V]. If `choose` follows in the
+    same program, `apart` gives each device of tp only its share of the rows, if B is a multiple of
+    tp."""
+    apart = apart and y_BD.shape[0] % devices_of(shards.tp) == 0
+    return stem.project(y_BD, shards, apart=apart)[:, :vocabulary]
+
+
+def devices_of(axes: tuple[str, ...]) -> int:
+    return lax.axis_size(axes) if axes else 1
+
+
+class RowsToChoose(NamedTuple):
+    """The B rows of a batch.
+
+    Attributes:
+        ints, floats: Sampling parameters in the form of `RowFormat`.
+        position: Position of the token to choose.
+        mask: Bit mask of the tokens that each row's grammar allows (see `mask_logits`), all ones
+            for a row without a grammar. None in a program that runs no rows with a grammar.
+    """
+
+    ints: jax.Array
+    floats: jax.Array
+    position: jax.Array
+    active: jax.Array
+    mask: jax.Array | None = None
 
 
 def choose(
-    rows: RowFormat,
+    form: RowFormat,
     logits_BV: jax.Array,
-    ints_BI: jax.Array,
-    floats_BF: jax.Array,
-    position_B: jax.Array,
-    active_B: jax.Array,
+    rows: RowsToChoose,
     counts: Callable[[], jax.Array],
-    platform: str,
-    mask_BW: jax.Array | None = None,
+    shards: Shards,
 ) -> Chosen:
-    """Chooses a token for each active row.
+    """Chooses a token for each active row. The devices of tp share the rows if B is a multiple of
+    tp.
 
     Args:
+        logits_BV: Logits of all rows, or of this device's share of them.
         counts: Function that returns the counts of the tokens in each row's sequence, [B, V]. It is
             called inside the condition, so that its operations do not run if no row needs them.
-        mask_BW: Bit mask of the tokens that each row's grammar allows (see `mask_logits`), all ones
-            for a row without a grammar. None in a program that runs no rows with a grammar.
     """
-    features_B = jnp.where(active_B, rows.features(ints_BI), 0)
+    parts = devices_of(shards.tp)
+    size, left = divmod(len(rows.ints), parts)
+    if parts == 1 or left:
+        return _choose(form, logits_BV, rows, counts, shards.platform)
+    first = lax.axis_index(shards.tp) * size
+
+    def own(array: jax.Array) -> jax.Array:
+        return lax.dynamic_slice_in_dim(array, first, size) if len(array) > size else array
+
+    share: RowsToChoose = jax.tree.map(own, rows)
+    chosen = _choose(form, own(logits_BV), share, lambda: own(counts()), shards.platform)
+    bits_BK = lax.bitcast_convert_type(chosen.scores, jnp.int32)
+    both_BK = jnp.concatenate((chosen.token[:, None], bits_BK), axis=1)  # one collective
+    both_BK = lax.all_gather(both_BK, shards.tp, axis=0, tiled=True)
+    return Chosen(both_BK[:, 0], lax.bitcast_convert_type(both_BK[:, 1:], jnp.float32))
+
+
+def _choose(
+    form: RowFormat,
+    logits_BV: jax.Array,
+    rows: RowsToChoose,
+    counts: Callable[[], jax.Array],
+    platform: str,
+) -> Chosen:
+    ints_BI, floats_BF, position_B, active_B, mask_BW = rows
+    features_B = jnp.where(active_B, form.features(ints_BI), 0)
     features = lax.reduce(features_B, np.int32(0), lax.bitwise_or, (0,))
     no_scores = jnp.zeros((logits_BV.shape[0], SCORES), jnp.float32)
 
@@ -80,12 +127,12 @@ def choose(
         return greedy(logits_BV, platform=platform)
 
     def adjusted(logits_BV: jax.Array) -> jax.Array:
-        shaping = rows.shaping(ints_BI, floats_BF)
+        shaping = form.shaping(ints_BI, floats_BF)
         logits_BV = shape_logits(logits_BV, shaping, counts(), position_B)
         return logits_BV if mask_BW is None else mask_logits(logits_BV, mask_BW)
 
     def drawn(logits_BV: jax.Array) -> jax.Array:
-        params = rows.sampling(ints_BI, floats_BF, position_B)
+        params = form.sampling(ints_BI, floats_BF, position_B)
         return sample(logits_BV, params, platform=platform)
 
     def with_features() -> tuple[jax.Array, jax.Array]:

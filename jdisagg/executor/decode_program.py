@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jdisagg.executor.choose import Chosen, choose, logits
+from jdisagg.executor.choose import Chosen, RowsToChoose, choose, logits
 from jdisagg.executor.draft_rows import DraftPlan, DraftRows, Guesses, Slots
 from jdisagg.executor.grammar_rows import GrammarRows
 from jdisagg.executor.next_tokens import NextTokens
@@ -351,7 +351,7 @@ class DecodePrograms:
         return () if edge is None else edge.specs, layers, self._pools.specs(self._layers)
 
     def _ending(self) -> Any:
-        row_format, platform = self._rows, self._shards.platform
+        row_format, shards = self._rows, self._shards
 
         def end(
             rows: DraftRows, hot: Any, counts: Any, logits_TV: jax.Array, mask_TW: Any = None
@@ -360,13 +360,9 @@ class DecodePrograms:
             chosen = choose(
                 row_format,
                 logits_TV,
-                row.ints,
-                row.floats,
-                row.at + 1,
-                row.active,
+                RowsToChoose(row.ints, row.floats, row.at + 1, row.active, mask_TW),
                 lambda: rows.counts(counts[0]),
-                platform,
-                mask_TW,
+                shards,
             )
             chosen, hot_S2 = rows.accept(chosen, hot[0])
             return hot_S2[None], chosen, rows.counted(counts[0], chosen.token)[None]
@@ -427,7 +423,8 @@ class DecodePrograms:
             if not weights.ends:
                 return kept, x_TD[None]
             y_TD = edge.normed(reveal(x_TD))
-            logits_TV = logits(edge, y_TD, shards, rows.vocabulary)
+            apart = ending is not None
+            logits_TV = logits(edge, y_TD, shards, rows.vocabulary, apart=apart)
             if ending is None:
                 if not (drafter and drafts):
                     return kept, logits_TV[None]

@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jdisagg.executor.choose import Chosen, choose, logits
+from jdisagg.executor.choose import Chosen, RowsToChoose, choose, logits
 from jdisagg.executor.draft_rows import DraftRows
 from jdisagg.executor.page_pool import LayerPages, Pools
 from jdisagg.executor.slot_state import BatchRows, RowFormat
@@ -120,16 +120,13 @@ class NextTokens:
         logits_BV = self._part(model).logits(y_BD, self._shards)
         if logits_BV is None:
             stem: Any = self._weights.stem.merge(model[0])
-            logits_BV = logits(stem, y_BD, self._shards, self._rows.vocabulary)
+            logits_BV = logits(stem, y_BD, self._shards, self._rows.vocabulary, apart=True)
         return choose(
             self._rows,
             logits_BV,
-            own.ints,
-            own.floats,
-            own.at + 1,
-            own.active,
+            RowsToChoose(own.ints, own.floats, own.at + 1, own.active),
             counts,
-            self._shards.platform,
+            self._shards,
         )
 
 

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jdisagg.executor.choose import Chosen, choose, logits
+from jdisagg.executor.choose import Chosen, RowsToChoose, choose, logits
 from jdisagg.executor.grammar_rows import GrammarRows
 from jdisagg.executor.prefill_program import RANK
 from jdisagg.executor.programs import Programs
@@ -121,14 +121,10 @@ class PrefillSampler:
             y_RD = head.normed(reveal(jnp.take(x[0], row.source, axis=0, mode="clip")))
             return choose(
                 row_format,
-                logits(head, y_RD, shards, row_format.vocabulary),
-                row.ints,
-                row.floats,
-                row.position,
-                row.position > 0,
+                logits(head, y_RD, shards, row_format.vocabulary, apart=True),
+                RowsToChoose(row.ints, row.floats, row.position, row.position > 0, row.mask),
                 lambda: row.counts,
-                shards.platform,
-                row.mask,
+                shards,
             ).on_rank(programs)
 
         on_mesh = self._on_mesh(rows)

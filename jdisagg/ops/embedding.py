@@ -20,11 +20,20 @@ def embed_tokens(table_VD: jax.Array, tokens_T: jax.Array, tp: tuple[str, ...]) 
     return lax.psum(jnp.where(here_T1, x_TD, jnp.zeros_like(x_TD)), tp)
 
 
-def gather_logits(logits_RV: jax.Array, vocabulary: int, tp: tuple[str, ...]) -> jax.Array:
+def gather_logits(
+    logits_RV: jax.Array, vocabulary: int, tp: tuple[str, ...], *, apart: bool = False
+) -> jax.Array:
     """Gathers the local logits into float32 [R, V_padded] on every device of tp. Columns from
-    `vocabulary` on are -inf."""
+    `vocabulary` on are -inf.
+
+    Args:
+        apart: Whether each device gets an equal share of the rows instead of all: [R / tp,
+            V_padded]. The devices exchange a tp-th of the bytes.
+    """
     logits_RV = logits_RV.astype(jnp.float32)
-    if tp:
+    if tp and apart:
+        logits_RV = lax.all_to_all(logits_RV, tp, 0, 1, tiled=True)
+    elif tp:
         logits_RV = lax.all_gather(logits_RV, tp, axis=1, tiled=True)
     if logits_RV.shape[1] == vocabulary:
         return logits_RV

@@ -1,16 +1,21 @@
 """What the rows of a step choose from their logits, whatever the other rows ask for."""
 
 import dataclasses
+import re
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import Mesh, PartitionSpec
 
-from jdisagg.executor.choose import Chosen, choose, read_row
+from jdisagg.executor.choose import Chosen, RowsToChoose, choose, read_row
 from jdisagg.executor.slot_state import RowFormat
 from jdisagg.messages.step_commands import BROKEN_TOKEN, NO_TOKEN, STUCK_TOKEN, SampleSpec
+from jdisagg.model_api import Shards
+from jdisagg.ops.embedding import gather_logits
 from jdisagg.request import Grammar, GrammarKind, SamplingParams
 
 ROWS, VOCABULARY = 12, 1001
@@ -43,12 +48,13 @@ def batch(rows: list[SamplingParams], masks: np.ndarray = FREE) -> _Batch:
     return _Batch(LOGITS[:count], ints, floats, np.ones(count, bool), counts, masks[:count])
 
 
-def body(rows: _Batch) -> Chosen:
+ALONE = Shards()
+
+
+def body(rows: _Batch, shards: Shards = ALONE) -> Chosen:
     position_B = jnp.full(len(rows.ints), 9, jnp.int32)
-    return choose(
-        FORMAT, rows.logits, rows.ints, rows.floats, position_B, rows.active,
-        lambda: rows.counts, "cpu", rows.masks,
-    )  # fmt: skip
+    to_choose = RowsToChoose(rows.ints, rows.floats, position_B, rows.active, rows.masks)
+    return choose(FORMAT, rows.logits, to_choose, lambda: rows.counts, shards)
 
 
 run = jax.jit(body)
@@ -108,6 +114,36 @@ def test_a_step_computes_a_feature_only_if_a_row_has_it() -> None:
     shaping and masks, drawing with top-k and top-p, log-probabilities."""
     text = run.lower(batch([GREEDY] * 4)).compile().as_text()
     assert text and text.count(" conditional(") == 6
+
+
+@pytest.mark.parametrize("rows", [4, 6], ids=["shared", "not a multiple of tp"])
+def test_devices_of_tp_share_the_rows_and_no_collective_is_in_a_condition(rows: int) -> None:
+    given = batch([SHAPED, DRAWN, SCORED, GREEDY, MASKED, DRAWN][:rows])
+    mesh, tp = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("kv", "rep")), ("kv", "rep")
+    vocabulary = 4 * -(-VOCABULARY // 4)
+    padding = ((0, 0), (0, vocabulary - VOCABULARY))
+
+    @jax.jit
+    @partial(
+        jax.shard_map,
+        mesh=mesh,
+        in_specs=(PartitionSpec(None, tp), PartitionSpec()),
+        out_specs=PartitionSpec(),
+        check_vma=False,
+    )
+    def by_devices(part_BV: jax.Array, rows: _Batch) -> Chosen:
+        apart = len(part_BV) % 4 == 0
+        own_BV = gather_logits(part_BV, VOCABULARY, tp, apart=apart)[:, :VOCABULARY]
+        return body(rows._replace(logits=own_BV), Shards(tp=tp))
+
+    padded = np.pad(given.logits, padding)
+    expected, found = run(given), by_devices(padded, given)
+    np.testing.assert_array_equal(found.token, expected.token)
+    np.testing.assert_array_equal(found.scores[2], expected.scores[2])
+    text = by_devices.lower(padded, given).compile().as_text()
+    assert text and text.count("all-to-all(") == (rows == 4)
+    inner = text[: text.index("ENTRY")]
+    assert not re.search(r"all-(gather|to-all|reduce)\(", inner)
 
 
 def test_a_mask_leaves_its_row_what_it_allows_and_other_rows_what_they_had() -> None:
