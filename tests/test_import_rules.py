@@ -17,6 +17,8 @@ from pathlib import Path
 
 import pytest
 
+from tests import lanes
+
 ROOT = Path(__file__).resolve().parent.parent
 PURE = (
     "assembly",
@@ -187,6 +189,20 @@ def test_importing_a_command_that_serves_loads_no_simulator(command: str) -> Non
     loaded = subprocess.run(run, cwd=ROOT, capture_output=True, text=True, check=True).stderr
     assert f"launch.{command}" in loaded
     assert "jdisagg.simulator" not in loaded
+
+
+def test_tests_of_pure_folders_are_collected_without_jax() -> None:
+    """Under their conftest files, as pytest collects them. The second run sees JAX, so that the
+    first means something."""
+    code = (
+        "import sys, pytest; error = pytest.main(['--collect-only', '-p', 'no:cacheprovider',"
+        " *sys.argv[1:]]); sys.exit(error or 20 + ('jax' in sys.modules))"
+    )
+    folders = [f"tests/{folder}" for folder in lanes.WITHOUT_JAX]
+    for paths, loaded in ((folders, 20), (["tests/ops/test_rope.py"], 21)):
+        run = [sys.executable, "-c", code, *paths]
+        ended = subprocess.run(run, cwd=ROOT, capture_output=True, text=True)
+        assert ended.returncode == loaded, ended.stdout[-2000:]
 
 
 def flags_defined(path: Path) -> set[str]:
