@@ -54,6 +54,7 @@ def pytest_runtest_logfinish() -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "real_time: a coroutine that runs on a real event loop")
     if config.getoption("cost"):
         config.pluginmanager.register(Cost())
 

@@ -15,6 +15,8 @@ from jdisagg.request import AcceptedChild, Resumption
 from jdisagg.timeouts import RequestTimeouts, Timeouts
 from tests.service.doors import EOS, FakePath, byte_tokenizer, make_frontend
 
+pytestmark = pytest.mark.real_time  # threads tokenize
+
 
 @pytest.fixture
 def frontend():
@@ -293,9 +295,7 @@ async def test_an_id_is_waited_for_while_the_stream_of_a_client_that_left_is_clo
     await closing
 
 
-async def test_a_request_resumed_while_its_broken_stream_is_not_over_is_asked_to_try_again() -> (
-    None
-):
+async def test_a_request_resumed_while_its_broken_stream_is_not_over_is_asked_to_try_again():
     """Its client did nothing wrong: an INVALID_ARGUMENT would end the stream for good."""
     soon = Timeouts(request=RequestTimeouts(resumption_seconds=0.01))
     frontend = make_frontend(FakePath(), limits=LimitsConfig(timeouts=soon))
