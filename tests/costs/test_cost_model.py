@@ -13,7 +13,6 @@ from jdisagg.costs.cost_model import CODEC_BITS, Cost, CostModel, Kernels, wire_
 from jdisagg.costs.fitting import Errors, Observation, fit, predict, relative_errors
 from jdisagg.costs.hardware import (
     HARDWARE,
-    Accelerator,
     Efficiency,
     Link,
     accelerator,
@@ -23,14 +22,8 @@ from jdisagg.costs.hardware import (
 from jdisagg.costs.model_geometry import CostGeometry, Experts, GroupedAttention
 from jdisagg.errors import ConfigError, LayoutError
 from jdisagg.layout.axes import Layout
+from tests.costs.kinds import DENSE, IDEAL
 from tests.costs.measured_steps import eager_accelerator, measured_steps
-
-FREE = Link("free", 1e30, 0.0, 1.0)
-IDEAL = Accelerator(
-    "ideal", 100e12, 1e12, 80e9, 8, FREE, FREE, FREE,
-    Efficiency(1.0, 1.0, 1.0, 1.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 1.0),
-)  # fmt: skip
-DENSE = CostGeometry("dense", 1024, 10, 32000, GroupedAttention(16, 4, 64), 4096)
 
 
 @pytest.mark.parametrize(

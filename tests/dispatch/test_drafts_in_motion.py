@@ -12,7 +12,7 @@ from jdisagg.request import Request
 from jdisagg.scheduler import speculation
 from jdisagg.scheduler.executor import MeshLimits
 from jdisagg.scheduler.sequences import Sequence
-from tests.dispatch.test_grammars_in_motion import requests as with_grammars
+from tests.dispatch.constrained import requests as with_grammars
 from tests.fakes.cluster import Fleet, toy_request
 from tests.fakes.fake_executor import Costs, toy_limits
 from tests.fakes.toy_model import expected_tokens
@@ -72,9 +72,7 @@ def requests(count: int) -> list[Request]:
 
 
 async def follow(fleet: Fleet, asked: list[Request]) -> None:
-    answers = await asyncio.gather(*(fleet.collect(request) for request in asked))
-    for request, answer in zip(asked, answers, strict=True):
-        fleet.check(request, answer)
+    await fleet.collect_all(asked)
 
 
 def verified(fleet: Fleet) -> tuple[int, int]:

@@ -13,7 +13,7 @@ from jdisagg.errors import UnavailableError
 from jdisagg.messages.ports import Child, PrefillCall
 from jdisagg.messages.step_commands import DecodeSteps, ExtractBlock, InsertBlock
 from jdisagg.request import Request
-from tests.dispatch.test_request_path_storms import mixed_requests
+from tests.dispatch.storms import mixed_requests
 from tests.fakes.cluster import Collected, Fleet, toy_request
 from tests.fakes.fake_executor import Costs, Faults, toy_limits
 from tests.fakes.fake_states import Keeps, kept_as_it_is, with_state

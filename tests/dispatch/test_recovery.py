@@ -17,7 +17,7 @@ from jdisagg.messages.ports import GenerateCall, PrefillCall, PrefillReply, Span
 from jdisagg.request import AcceptedChild, Resumption
 from jdisagg.router.breaker import FAILURES
 from jdisagg.router.cluster_state import Description
-from tests.dispatch.test_request_path_storms import mixed_requests
+from tests.dispatch.storms import mixed_requests
 from tests.fakes.cluster import Collected, Fleet, toy_request
 from tests.fakes.fake_executor import Costs, Faults, toy_limits
 from tests.fakes.fake_states import Keeps, kept_as_it_is, with_state

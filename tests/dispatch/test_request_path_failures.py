@@ -72,7 +72,7 @@ async def test_a_request_that_is_cancelled_twice_is_freed_and_forgotten() -> Non
         )
         await asyncio.sleep(1)
         again = toy_request(1)
-        cluster.check(again, await cluster.collect(again))
+        await cluster.ask(again)
         await asyncio.wait_for(cluster.path.drain(), 1)
         await cluster.check_quiet()
 
@@ -160,7 +160,7 @@ async def test_the_edges_of_sizes(mode: Mode) -> None:
             [(4, 1), (8, 5), (1, 1), (127, 5), (120, 100), (16, 4), (32, 1)]
         ):
             request = toy_request(number, prompt_tokens, max_tokens=max_tokens, n=1 + number % 2)
-            cluster.check(request, await cluster.collect(request))
+            await cluster.ask(request)
             await cluster.check_quiet()
 
 
@@ -220,7 +220,7 @@ async def test_failed_pulls_are_pulled_again(failing: set[int]) -> None:
     faults = Faults(pull_error=lambda nth: "lost" if nth in failing else "")
     async with Cluster(decode_faults=faults) as cluster:
         request = toy_request(1, prompt_tokens=40)
-        cluster.check(request, await cluster.collect(request))
+        await cluster.ask(request)
         assert cluster.decode.counters["pulls_failed"] == len(failing)
         assert cluster.path.counters["attempts_failed"] == 0
         await cluster.check_quiet()
@@ -230,9 +230,7 @@ async def test_a_hand_off_that_fails_is_done_again_and_the_stream_is_unbroken() 
     faults = Faults(pull_error=lambda nth: "lost" if nth <= 96 else "")
     async with Cluster(decode_faults=faults) as cluster:
         requests = [toy_request(number, prompt_tokens=30, n=1 + number) for number in range(2)]
-        answers = await asyncio.gather(*(cluster.collect(request) for request in requests))
-        for request, answer in zip(requests, answers, strict=True):
-            cluster.check(request, answer)
+        await cluster.collect_all(requests)
         assert (
             cluster.path.counters["sources_replaced"] > 0
             and cluster.path.counters["attempts_failed"] == 0
@@ -256,7 +254,7 @@ async def test_a_stalled_pull_gives_way_to_another_attempt_after_its_lease() -> 
         decode_faults=faults, limits=LimitsConfig(handoff_lease_seconds=5)
     ) as cluster:
         request = toy_request(1, prompt_tokens=30)
-        cluster.check(request, await cluster.collect(request))
+        await cluster.ask(request)
         assert cluster.decode.counters["pulls_timed_out"] == 1
         await cluster.check_quiet()
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from jdisagg.config import LimitsConfig, Mode
 from jdisagg.messages.ports import DecodePort, PrefillPort
 from jdisagg.messages.ports_middleware import through
-from tests.dispatch.test_request_path_storms import mixed_requests, stream_all
+from tests.dispatch.storms import mixed_requests, stream_all
 from tests.fakes.cluster import Cluster, toy_request
 from tests.fakes.fake_executor import Costs, toy_limits
 from tests.fakes.lossy_ports import Lossy, lossy_decode, lossy_prefill

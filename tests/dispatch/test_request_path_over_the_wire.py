@@ -6,7 +6,7 @@ import pytest
 
 from jdisagg.config import LimitsConfig, Mode
 from jdisagg.errors import DeadlineExceededError, HandoffError, InvalidRequestError
-from tests.dispatch.test_request_path_storms import mixed_requests, stream_all
+from tests.dispatch.storms import mixed_requests, stream_all
 from tests.fakes.cluster import Cluster, toy_request
 from tests.fakes.fake_executor import Faults, toy_limits
 

@@ -29,7 +29,7 @@ async def test_a_stalled_decode_worker_does_not_hold_back_anothers_hand_offs(pag
 
         async def ask(number: int) -> None:
             request = toy_request(number, prompt_tokens=60, max_tokens=2)
-            fleet.check(request, await fleet.collect(request, paths[number % 2]))
+            await fleet.ask(request, paths[number % 2])
             ended.append(loop.time())
 
         asked = [asyncio.create_task(ask(number)) for number in range(12)]

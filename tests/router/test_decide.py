@@ -14,6 +14,7 @@ from jdisagg.router.cost_terms import STEPS_ALONE, STEPS_TO_JOIN
 from jdisagg.router.decision import Decision, Deferred, PlacementPolicy, PlacementQuery, Refusal
 from jdisagg.router.placement import WORTH_TO_OTHERS, decide
 from jdisagg.scheduler.backlog import causal_pairs
+from tests.router.decisions import ASK, EASY, closeness, decision
 from tests.router.fleets import (
     A100,
     H100,
@@ -23,25 +24,6 @@ from tests.router.fleets import (
     random_fleet,
     state_of,
 )
-
-ASK = PlacementQuery(Work(1000, expected_tokens=100))
-EASY = PlacementPolicy(hold_seconds=1e9)
-
-
-def decision(
-    state: ClusterState,
-    query: PlacementQuery = ASK,
-    policy: PlacementPolicy = EASY,
-    now: float = 0.0,
-) -> Decision:
-    answer = decide(state, query, now, policy)
-    assert isinstance(answer, Decision), answer
-    return answer
-
-
-def closeness(one: str, other: str) -> int:
-    shared = [a == b for a, b in zip(one.split("/"), other.split("/"), strict=True)]
-    return shared.index(False) if False in shared else len(shared)
 
 
 def cheapest_pair(

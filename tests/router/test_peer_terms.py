@@ -11,8 +11,8 @@ from jdisagg.costs.speeds import speed_of
 from jdisagg.router.accounts import Work
 from jdisagg.router.decision import PlacementPolicy, PlacementQuery
 from jdisagg.router.peer_terms import CHUNKS_ISSUED
+from tests.router.decisions import closeness, decision
 from tests.router.fleets import H100, M, decode_status, prefill_status, random_fleet, state_of
-from tests.router.test_decide import closeness, decision
 
 FETCH = PlacementPolicy(hold_seconds=1e9, peer_fetch=True)
 ALONE = replace(FETCH, peer_fetch=False)

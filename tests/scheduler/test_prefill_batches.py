@@ -7,34 +7,11 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jdisagg.messages.step_commands import PrefillChunk, SampleSpec
-from jdisagg.request import SamplingParams
+from jdisagg.messages.step_commands import PrefillChunk
 from jdisagg.scheduler.blocks import merged_block, padded, split_blocks
-from jdisagg.scheduler.executor import MeshLimits
-from jdisagg.scheduler.prefill_batches import PrefillBatches, PrefillJob
+from jdisagg.scheduler.prefill_batches import PrefillBatches
 from tests.fakes.fake_executor import toy_limits
-
-LIMITS = toy_limits(
-    chunk_buckets=(16, 32, 64), granule_tokens=8, rows_per_chunk=3, page_size=8, context_tokens=512
-)
-
-
-def job(
-    sequence: int,
-    tokens: int,
-    rank: int = 0,
-    arrival: float = 0.0,
-    samples: int = 1,
-    offers_from: int | None = 0,
-) -> PrefillJob:
-    specs = tuple(SampleSpec(child, SamplingParams()) for child in range(samples))
-    return PrefillJob(
-        sequence, rank, tuple(range(tokens)), tuple(range(100)), specs, arrival, offers_from
-    )
-
-
-def batches(limits: MeshLimits = LIMITS) -> PrefillBatches:
-    return PrefillBatches(limits, itertools.count(1).__next__)
+from tests.scheduler.prompts import LIMITS, batches, job
 
 
 def all_chunks(packer: PrefillBatches) -> list[PrefillChunk]:

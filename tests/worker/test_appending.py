@@ -4,7 +4,6 @@ meshes that check what lies in every page they read and that no chunk is larger 
 import asyncio
 import random
 from collections.abc import AsyncIterator, Awaitable, Callable
-from dataclasses import replace
 
 import pytest
 
@@ -12,25 +11,10 @@ from jdisagg.errors import UnavailableError
 from jdisagg.messages.ports import DecodePort, GenerateCall, Reservation, ReserveCall, Span
 from jdisagg.messages.ports_middleware import through
 from jdisagg.messages.step_commands import DecodeSteps, PrefillChunk, StepCommand
-from jdisagg.scheduler.executor import Executor, MeshLimits
-from tests.fakes.cluster import Cluster
-from tests.router.fleets import H100
-from tests.worker.test_prefix_reuse import NAMES, Talk, asked, limits, prompt, storm
-
-APPEND = 24
-SLOW = replace(H100, hardware=replace(H100.hardware, memory_bytes_per_second=5e11))
-
-
-def appending(ranks: int = 1, pages: int = 160, page_size: int = 4) -> MeshLimits:
-    """The chunks of the prefill side are larger."""
-    return replace(limits(ranks, pages, page_size), append_buckets=(8, 16, APPEND))
-
-
-def cluster(**more: object) -> Cluster:
-    """Of speeds that the router knows, so that it weighs both ways; the prefill worker's is so much
-    less that many a prompt is appended."""
-    kinds = {"appends": (SLOW, H100), "decode": appending(), "prefill": limits(), "names": NAMES}
-    return Cluster(**{**kinds, **more})  # type: ignore[arg-type]
+from jdisagg.scheduler.executor import Executor
+from tests.fakes.cluster import until
+from tests.worker.appends import APPEND, appending, cluster
+from tests.worker.conversations import Talk, asked, limits, prompt, storm
 
 
 class Commands:
@@ -97,9 +81,8 @@ async def test_the_next_turn_is_appended_and_neither_computed_elsewhere_nor_sent
         history = prompt(100) + tuple(first.tokens[0])
         whole = (len(history) - 1) // 16 * 16
         second = asked(2, (*history, 7, 8, 9))
-        collected = await made.collect(second)
-        made.check(second, collected)
-        assert collected.usage is not None and collected.usage.cached_tokens == whole
+        collected = await made.ask(second)
+        assert collected.cached_tokens == whole
         assert len(commands.chunks("prefill0")) == computed
         assert received["kv_bytes_received"] == sent
         (chunk,) = commands.chunks("decode0")
@@ -136,7 +119,7 @@ async def test_what_is_not_kept_any_more_is_computed_by_the_prefill_worker() -> 
         first = await made.collect(asked(1, prompt(100)))
         forgetful.forget = made.decode._kept.clear
         second = asked(2, (*prompt(100), *first.tokens[0], 7, 8, 9))
-        made.check(second, await made.collect(second))
+        await made.ask(second)
         assert forgetful.times == 1, "it was to be appended"
         assert made.path.counters["appends_handed_over"] == 1
         assert not commands.chunks("decode0")
@@ -167,7 +150,7 @@ async def test_an_attempt_to_append_that_fails_is_followed_by_another() -> None:
     async with cluster(wrap_decode=lambda port: through(DecodePort, port, fails)) as made:
         first = await made.collect(asked(1, prompt(100)))
         second = asked(2, (*prompt(100), *first.tokens[0], 7, 8, 9))
-        made.check(second, await made.collect(second))
+        await made.ask(second)
         assert fails.failed == 1 and made.path.counters["attempts_failed"] == 1
         await made.check_quiet()
 
@@ -180,11 +163,9 @@ async def test_streams_get_a_token_between_any_two_chunks_that_are_appended() ->
         beginnings = [tuple(rng.randrange(89) for _ in range(48)) for _ in range(4)]
         for number, ids in enumerate(beginnings):
             await made.collect(asked(number, ids))
-        long = asked(9, prompt(40))
-        long = replace(long, sampling=replace(long.sampling, max_tokens=100))
+        long = asked(9, prompt(40), 100)
         running = asyncio.ensure_future(made.collect(long))
-        while not any(made.decode._state.running):
-            await asyncio.sleep(0.01)
+        await until(lambda: any(made.decode._state.running), 0.01)
         told = [asked(20 + at, (*ids, *range(20))) for at, ids in enumerate(beginnings)]
         for request, one in zip(told, await asyncio.gather(*map(made.collect, told)), strict=True):
             made.check(request, one)

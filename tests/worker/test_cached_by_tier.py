@@ -14,20 +14,17 @@ from jdisagg.scheduler.host_blocks import TierRoom
 from tests.fakes.cluster import Cluster
 from tests.fakes.fake_disk import FakeDisk
 from tests.fakes.virtual_time import run_virtually
-from tests.worker.test_disk_tier import again, known_on_disk, worker_on
-from tests.worker.test_host_tier import BLOCK_BYTES, host, other
-from tests.worker.test_peer_fetch import PROMPT, fleet
-from tests.worker.test_prefix_reuse import NAMES, asked, limits, prompt
+from tests.worker.conversations import NAMES, asked, limits, prompt
+from tests.worker.peering import PROMPT, fleet
+from tests.worker.tiers import BLOCK_BYTES, again, host, known_on_disk, other, worker_on
 
 
 async def cached(cluster: Cluster, request: Request, name: str) -> CachedTokens:
     """Of a request, which is asked under this name; the decode worker knows nothing of it."""
     cluster.decode._state.residency.clear()
     request = replace(request, request_id=name)
-    collected = await cluster.collect(request)
-    cluster.check(request, collected)
-    assert collected.usage is not None and collected.usage.cached_by_tier is not None
-    return collected.usage.cached_by_tier
+    collected = await cluster.ask(request)
+    return collected.cached_by_tier
 
 
 def hits(cluster: Cluster) -> dict[str, int]:
@@ -45,8 +42,7 @@ def test_what_lies_in_pages_comes_from_pages_in_every_mode() -> None:
         async with Cluster(mode, decode=limits(), prefill=limits(), names=NAMES) as cluster:
             for number, known in enumerate((0, 48)):
                 collected = await cluster.collect(asked(number, prompt(50)))
-                assert collected.usage is not None
-                assert collected.usage.cached_by_tier == CachedTokens(pages=known)
+                assert collected.cached_by_tier == CachedTokens(pages=known)
 
     for mode in Mode:
         run_virtually(lambda mode=mode: main(mode))
@@ -85,10 +81,8 @@ async def test_what_another_worker_gave_is_a_peers_wherever_it_lay_there() -> No
         async def at(name: str, request: Request) -> CachedTokens | None:
             both.decode_worker("decode0")._state.residency.clear()
             request = replace(request, request_id=str(both.new_id()))
-            collected = await both.collect(request, both.new_path(name))
-            both.check(request, collected)
-            assert collected.usage is not None
-            return collected.usage.cached_by_tier
+            collected = await both.ask(request, both.new_path(name))
+            return collected.cached_by_tier
 
         assert await at("prefill0", PROMPT) == CachedTokens()
         assert await at("prefill1", PROMPT) == CachedTokens(peer=64)
@@ -102,8 +96,7 @@ async def test_what_another_worker_gave_is_a_peers_wherever_it_lay_there() -> No
 async def test_tokens_behind_the_prompt_do_not_count_as_the_prompts() -> None:
     """A stream that is taken up again after 20 tokens finds these, too, as it finds its prompt."""
     async with Cluster(decode=limits(), prefill=limits(), names=NAMES) as cluster:
-        request = asked(1, prompt(40))
-        request = replace(request, sampling=replace(request.sampling, max_tokens=60))
+        request = asked(1, prompt(40), 60)
         said = (await cluster.collect(request)).tokens[0][:20]
         # asked as a prompt: now the prefill worker knows 48 positions of it
         await cluster.collect(asked(2, (*prompt(40), *said)))

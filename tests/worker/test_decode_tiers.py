@@ -15,16 +15,14 @@ from jdisagg.messages.step_commands import PrefillChunk
 from jdisagg.request import CachedTokens, Request
 from jdisagg.scheduler.disk_blocks import FILE_EXTRA_BYTES
 from jdisagg.scheduler.host_blocks import TierRoom
-from tests.fakes.cluster import Cluster, Fleet
+from tests.fakes.cluster import Cluster, Fleet, until
 from tests.fakes.fake_disk import FakeDisk
 from tests.fakes.fake_executor import Costs, Faults
 from tests.router.fleets import H100
-from tests.worker.test_appending import SLOW, appending
-from tests.worker.test_fetch_from_decode import EveryoneKnown
-from tests.worker.test_host_tier import BLOCK_BYTES, FAST, other
-from tests.worker.test_peer_fetch import settled
-from tests.worker.test_peer_fetch import storm as peer_storm
-from tests.worker.test_prefix_reuse import NAMES, Talk, asked, limits, storm
+from tests.worker.appends import SLOW, appending
+from tests.worker.conversations import NAMES, Talk, asked, converse, limits, storm
+from tests.worker.peering import EveryoneKnown, settled
+from tests.worker.tiers import BLOCK_BYTES, FAST, other
 
 PAGES = 24  # room for one prompt of `other`, its answer and a little
 MODES = [Mode.CHUNKED, Mode.DISAGGREGATED]
@@ -53,7 +51,7 @@ async def turn(cluster: Cluster, number: int, name: str) -> CachedTokens:
     origin."""
     request = replace(other(number), request_id=name)
     before = hits(cluster)
-    cluster.check(request, await cluster.collect(request))
+    await cluster.ask(request)
     return CachedTokens(
         **{tier: count - before.get(tier, 0) for tier, count in hits(cluster).items()}
     )
@@ -88,8 +86,7 @@ async def test_what_pages_had_no_room_for_comes_back_and_is_neither_computed_nor
 
 async def accounted(cluster: Cluster) -> None:
     """All pages are free or kept, and host memory holds what the worker counts and nothing else."""
-    while not (cluster.decode._sources.quiet and cluster.decode._spilled.quiet):
-        await asyncio.sleep(0.1)
+    await until(lambda: cluster.decode._sources.quiet and cluster.decode._spilled.quiet, 0.1)
     await cluster.check_quiet()
     tier = cluster.decode._host
     kept = list(tier.blocks._blocks.values())
@@ -142,8 +139,7 @@ async def test_what_was_used_twice_comes_back_from_disk_in_the_next_life_too(
     async with on_disk(disk, mode) as cluster:
         for name in ("first", "second", "third"):
             await turn(cluster, 1, name)
-        while not cluster.decode._sources.quiet:
-            await asyncio.sleep(0.1)
+        await until(lambda: cluster.decode._sources.quiet, 0.1)
         assert cluster.decode.counters["disk_blocks_written"] == known // 16
         assert await turn(cluster, 1, "in pages") == CachedTokens(pages=known)
     if spoiled:
@@ -254,15 +250,13 @@ async def test_a_prompt_is_appended_behind_what_came_back() -> None:
         history = first.prompt_token_ids + tuple((await cluster.collect(first)).tokens[0])
         cluster.prefill._residency.clear()
         filler = other(2, 147)
-        cluster.check(filler, await cluster.collect(filler))
+        await cluster.ask(filler)
         kept = cluster.decode._kept
         assert kept.match(0, kept.chain(first, history)) == 0, "nothing is left in pages"
         chunks = len([1 for one in cluster.prefill_mesh.log if isinstance(one, PrefillChunk)])
         following = asked(3, (*history, 1, 2, 3))
-        collected = await cluster.collect(following)
-        cluster.check(following, collected)
-        assert collected.usage is not None
-        assert collected.usage.cached_by_tier == CachedTokens(host=80)
+        collected = await cluster.ask(following)
+        assert collected.cached_by_tier == CachedTokens(host=80)
         assert cluster.decode.counters["prompts_appended"] == 1
         now = len([1 for one in cluster.prefill_mesh.log if isinstance(one, PrefillChunk)])
         assert now == chunks
@@ -274,8 +268,7 @@ async def test_a_request_that_is_given_up_while_it_waits_for_a_restore_leaves_no
         await turn(cluster, 1, "first")
         await turn(cluster, 2, "takes its pages")
         waiting = asyncio.ensure_future(cluster.collect(replace(other(1), request_id="gone")))
-        while not len(cluster.decode._prefixes):
-            await asyncio.sleep(1e-3)
+        await until(lambda: len(cluster.decode._prefixes))
         waiting.cancel()
         await asyncio.gather(waiting, return_exceptions=True)
         await asyncio.sleep(5.0)
@@ -302,10 +295,8 @@ def mixed(**more: object) -> Fleet:
 async def at(fleet: Fleet, name: str, request: Request) -> CachedTokens:
     """What was known of a prompt at this worker."""
     again = replace(request, request_id=str(fleet.new_id()))
-    collected = await fleet.collect(again, fleet.new_path(decode=name))
-    fleet.check(again, collected)
-    assert collected.usage is not None and collected.usage.cached_by_tier is not None
-    return collected.usage.cached_by_tier
+    collected = await fleet.ask(again, fleet.new_path(decode=name))
+    return collected.cached_by_tier
 
 
 async def test_a_mixed_worker_fetches_what_another_keeps_in_pages_or_host_memory() -> None:
@@ -343,12 +334,12 @@ async def test_streams_of_mixed_workers_are_the_oracles_whatever_becomes_of_a_fe
         seed=seed,
     ) as both:
         talk = Talk(seed, tenants=("", "a"))
-        await peer_storm(both, talk, requests=40)
+        await converse(both, talk, 40, cancels=0.1)
         assert both.counted("peer_tokens_restored") > 0
         assert both.counted("peer_fetch_failed") > 0
         await both.kill("decode0")
         await both.start("decode0")
-        await peer_storm(both, talk, requests=15)
+        await converse(both, talk, 15, cancels=0.1)
         await settled(both)
 
 
@@ -360,6 +351,6 @@ async def test_the_router_names_a_mixed_worker_that_keeps_more_than_the_one_it_c
     routing = RoutingConfig(peer_fetch=fetches, fetch_from_decode=True)
     async with mixed(hints=False, affinity=index, routing=routing, decodes=3) as fleet:
         index.fleet = fleet
-        await peer_storm(fleet, Talk(4), requests=40)
+        await converse(fleet, Talk(4), 40, cancels=0.1)
         assert (fleet.counted("peer_blocks_fetched") > 0) == fetches
         await settled(fleet)

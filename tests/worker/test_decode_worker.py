@@ -65,14 +65,14 @@ async def test_a_reservation_covers_prompt_and_growth_and_full_prompt_pages_once
 async def test_children_share_the_prompt_and_copy_its_last_page_once_each() -> None:
     async with Cluster(Mode.CHUNKED) as cluster:
         request = toy_request(1, prompt_tokens=10, n=4, temperature=1.0, max_tokens=9)
-        cluster.check(request, await cluster.collect(request))
+        await cluster.ask(request)
         copies = [command for command in cluster.decode_mesh.log if isinstance(command, CopyPages)]
         assert [len(command.copies) for command in copies] == [3]
         assert sum(isinstance(command, PrefillChunk) for command in cluster.decode_mesh.log) == 1, (
             "prefilled once"
         )
         whole_pages = toy_request(2, prompt_tokens=12, n=4, temperature=1.0, max_tokens=9)
-        cluster.check(whole_pages, await cluster.collect(whole_pages))
+        await cluster.ask(whole_pages)
         assert sum(isinstance(command, CopyPages) for command in cluster.decode_mesh.log) == 1, (
             "nothing to copy"
         )
@@ -265,7 +265,7 @@ async def test_a_reader_that_never_reads_stops_no_other_stream() -> None:
         spans = cluster.decode.generate(GenerateCall(reservation.reservation_id, 1, 1000.0))
         await anext(spans)
         request = toy_request(2, max_tokens=50)
-        cluster.check(request, await cluster.collect(request))
+        await cluster.ask(request)
         rest = [span async for span in spans]
         assert sum(len(span.token_ids) for span in rest) == 49
         await cluster.check_quiet()

@@ -3,8 +3,6 @@ every page they read: blocks that were used twice come back, in this life of the
 next, streams are those of the oracle, and a disk that fails costs no token."""
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from dataclasses import replace
 
 import pytest
@@ -20,60 +18,23 @@ from jdisagg.messages.step_commands import (
     StepResult,
 )
 from jdisagg.request import Request
-from jdisagg.scheduler.disk_blocks import FILE_EXTRA_BYTES
 from jdisagg.scheduler.executor import Executor
 from jdisagg.scheduler.host_blocks import TierRoom
-from tests.fakes.cluster import Cluster
+from tests.fakes.cluster import Cluster, until
 from tests.fakes.fake_disk import FakeDisk
 from tests.lanes import first_quick
-from tests.worker.test_host_tier import BLOCK_BYTES, BLOCK_TOKENS, FAST, computed, host, other
-from tests.worker.test_prefix_reuse import NAMES, Talk, limits, storm
-
-
-def room(host_blocks: int, disk_blocks: int, size: int = 1, always: bool = True) -> TierRoom:
-    """`size`: of a block, in those of 16 tokens."""
-    return TierRoom(
-        host_blocks * BLOCK_BYTES * size,
-        disk_blocks * (BLOCK_BYTES * size + FILE_EXTRA_BYTES),
-        always,
-    )
-
-
-@asynccontextmanager
-async def worker_on(
-    disk: FakeDisk | None, host_blocks: int = 12, disk_blocks: int = 200, **more: object
-) -> AsyncIterator[Cluster]:
-    """Host memory for two prompts."""
-    cluster = host(**{"tiers": room(host_blocks, disk_blocks), **more})  # type: ignore[arg-type]
-    cluster.prefill_mesh.disk = disk
-    async with cluster:
-        yield cluster
-
-
-async def again(cluster: Cluster, number: int) -> int:
-    """How many tokens of a prompt are computed that may have been asked before."""
-    cluster.count = getattr(cluster, "count", 0) + 1  # type: ignore[attr-defined]
-    request = replace(other(number), request_id=f"{number} again {cluster.count}")  # type: ignore[attr-defined]
-    return await computed(cluster, request)
-
-
-async def until_quiet(cluster: Cluster) -> None:
-    while not cluster.prefill._sources.quiet:
-        await asyncio.sleep(0.1)
-
-
-async def known_on_disk(cluster: Cluster) -> None:
-    """Prompt 1 lies on disk and nowhere else."""
-    await again(cluster, 1)
-    await again(cluster, 1)  # its second use
-    await until_quiet(cluster)
-    for number in range(2, 7):
-        await again(cluster, number)
-    await until_quiet(cluster)
-    worker = cluster.prefill
-    assert worker.counters["disk_blocks_written"] == 4
-    chain = worker._residency.chain(other(1), other(1).prompt_token_ids)
-    assert worker._residency.match(0, chain) == worker._host.blocks.match(chain, 0) == 0
+from tests.worker.conversations import NAMES, Talk, limits, storm
+from tests.worker.tiers import (
+    BLOCK_TOKENS,
+    FAST,
+    again,
+    host,
+    known_on_disk,
+    other,
+    room,
+    until_quiet,
+    worker_on,
+)
 
 
 async def test_what_was_used_twice_comes_back_from_disk_when_host_memory_has_no_room_for_it():
@@ -316,8 +277,7 @@ async def test_a_reset_while_blocks_are_written_leaves_none_of_them() -> None:
         await again(cluster, 1)
         request: Request = replace(other(1), request_id="second use")
         running = asyncio.ensure_future(cluster.collect(request))
-        while not cluster.prefill._disk.blocks.writing:
-            await asyncio.sleep(1e-5)
+        await until(lambda: cluster.prefill._disk.blocks.writing, 1e-5)
         await cluster.prefill.reset_cache()
         await running
         await until_quiet(cluster)

@@ -5,7 +5,6 @@ both sides."""
 
 import asyncio
 import random
-from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -15,16 +14,15 @@ from jdisagg.dispatch.request_path import RequestPath
 from jdisagg.messages.ports import FetchCall, FetchReply
 from jdisagg.messages.step_commands import DecodeSteps, ExtractBlock, StepCommand
 from jdisagg.request import Request
-from jdisagg.router.decision import PromptBlocks
 from jdisagg.scheduler.blocks import split_blocks
 from jdisagg.scheduler.host_blocks import TierRoom
 from jdisagg.worker import given_kv
 from tests.fakes.cluster import Collected, Fleet
 from tests.fakes.fake_executor import Costs, Faults
-from tests.worker.test_host_tier import BLOCK_BYTES, BLOCK_TOKENS, other
-from tests.worker.test_peer_fetch import counted, failed, faults_of, settled, storm
-from tests.worker.test_peer_fetch import fleet as peers
-from tests.worker.test_prefix_reuse import Talk, asked, limits
+from tests.worker.conversations import Talk, asked, converse, limits
+from tests.worker.peering import EveryoneKnown, counted, failed, faults_of, settled
+from tests.worker.peering import fleet as peers
+from tests.worker.tiers import BLOCK_BYTES, BLOCK_TOKENS, other
 
 DECODES = ("decode0", "decode1")
 FETCHED = 96  # six blocks of a history of 100
@@ -45,12 +43,11 @@ async def turn(
 ) -> tuple[Request, int]:
     """Sends a prompt; returns the one that goes on from its answer, and how many tokens of this one
     were computed."""
-    collected = await fleet.collect(request, path)
-    fleet.check(request, collected)
+    collected = await fleet.ask(request, path)
     assert collected.usage is not None
     history = request.prompt_token_ids + tuple(collected.tokens[0])
     following = long_answer(int(request.request_id[1:]) + 100, (*history, 1, 2, 3))
-    return following, len(request.prompt_token_ids) - collected.usage.cached_tokens
+    return following, len(request.prompt_token_ids) - collected.cached_tokens
 
 
 async def first_turn(fleet: Fleet, request: Request | None = None) -> Request:
@@ -106,14 +103,14 @@ async def test_streams_are_the_oracles_whoever_keeps_what_is_fetched(
         seed=seed,
     ) as both:
         talk = Talk(seed, tenants=("", "a"))
-        await storm(both, talk, requests=40)
+        await converse(both, talk, 40, cancels=0.1)
         given = [counted(both, name)("peer_blocks_given") for name in both.processes]
         assert min(sum(given[:2]), sum(given[2:])) > 0, "both kinds of holders"
         assert both.counted("checksums_mismatched") > 0
         assert both.counted("peer_fetch_failed") > 0
         await both.kill("decode0")
         await both.start("decode0")
-        await storm(both, talk, requests=15)
+        await converse(both, talk, 15, cancels=0.1)
         await settled(both)
 
 
@@ -193,7 +190,7 @@ async def test_a_sequence_takes_pages_that_are_held_for_others_before_one_is_pre
         assert free == 80 - known // 4, "what is not fetched is held"
         # 40 pages in the end
         growing = long_answer(2, (5, 6, 7), 150)
-        both.check(growing, await both.collect(growing, through))
+        await both.ask(growing, through)
         assert holder.counters["peer_gives_cut"] == 1
         assert (await holder.status()).preemptions == 0
         await settled(both)
@@ -220,26 +217,6 @@ async def test_a_decode_worker_gives_nothing_that_it_should_not(why: str) -> Non
         await settled(one)
 
 
-class EveryoneKnown:
-    """A router's index that is always right about all workers."""
-
-    fleet: Fleet
-
-    def prompt_blocks(self, request: Request) -> PromptBlocks:
-        return PromptBlocks()
-
-    def known(self, request: Request) -> Callable[[], dict[str, int]]:
-        def now() -> dict[str, int]:
-            found = {}
-            for name, process in self.fleet.processes.items():
-                kept = process.worker._kept
-                chain = kept.chain(request, request.prompt_token_ids)
-                found[name] = kept.match(0, chain) * kept.block_tokens
-            return {name: tokens for name, tokens in found.items() if tokens}
-
-        return now
-
-
 @pytest.mark.parametrize("returns", [True, False])
 async def test_the_router_says_which_decode_worker_keeps_more_than_the_only_prefill_worker(
     returns: bool,
@@ -249,7 +226,7 @@ async def test_the_router_says_which_decode_worker_keeps_more_than_the_only_pref
         prefill=limits(pages=80), hints=False, affinity=index, routing=routing, decodes=2
     ) as one:
         index.fleet = one
-        await storm(one, Talk(5), requests=40)
+        await converse(one, Talk(5), 40, cancels=0.1)
         placed = [getattr(one.answer, "peer", "") for one in one.path.placer._entries]
         assert {name for name in placed if name} == (set(DECODES) if returns else set())
         assert (one.counted("peer_blocks_fetched") > 0) == returns

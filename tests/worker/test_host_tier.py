@@ -3,49 +3,15 @@ page they read: blocks whose pages were given away come back, streams are those 
 what is spoiled on the way is computed again."""
 
 import asyncio
-import random
 from dataclasses import replace
 
 import pytest
 
-from jdisagg.request import Request
 from jdisagg.scheduler.host_blocks import TierRoom
 from tests.fakes.cluster import Cluster
 from tests.fakes.fake_executor import Costs
-from tests.worker.test_prefix_reuse import NAMES, Talk, asked, limits, storm
-
-BLOCK_TOKENS, BLOCK_BYTES = 16, 16 * 16
-PIECES = 2 * BLOCK_TOKENS // 4  # of a block: one a layer group and granule
-FAST = Costs(pull=1e-5, other=1e-5)
-
-
-def host(blocks: int = 64, always: bool = True, **more: object) -> Cluster:
-    """Few pages at the prefill worker, and room for so many blocks in its host memory; many pages
-    at the decode worker, which keeps nothing of use to it."""
-    options: dict[str, object] = {
-        "decode": limits(pages=400),
-        "prefill": limits(pages=20),  # five blocks: one prompt of `other`
-        "names": NAMES,
-        "costs": FAST,
-        "tiers": TierRoom(blocks * BLOCK_BYTES, always=always),
-    }
-    return Cluster(**(options | more))  # type: ignore[arg-type]
-
-
-def other(number: int, tokens: int = 80) -> Request:
-    """A prompt that shares nothing with others."""
-    rng = random.Random(number)
-    return asked(number, tuple(rng.randrange(89) for _ in range(tokens)))
-
-
-async def computed(cluster: Cluster, request: Request) -> int:
-    """How many tokens of the prompt the prefill worker computed."""
-    cluster.decode._state.residency.clear()
-    before = cluster.prefill.counters["prefix_hit_tokens"]
-    collected = await cluster.collect(request)
-    cluster.check(request, collected)
-    known = cluster.prefill.counters["prefix_hit_tokens"] - before
-    return len(request.prompt_token_ids) - known
+from tests.worker.conversations import NAMES, Talk, limits, storm
+from tests.worker.tiers import BLOCK_BYTES, BLOCK_TOKENS, FAST, computed, host, other
 
 
 async def test_what_pages_had_no_room_for_comes_back_from_host_memory() -> None:

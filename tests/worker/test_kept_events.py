@@ -19,7 +19,7 @@ from jdisagg.scheduler.page_ledger import PageLedger
 from jdisagg.scheduler.residency import Residency
 from jdisagg.worker.mesh_worker import MeshWorker
 from tests.fakes.cluster import Cluster
-from tests.worker.test_prefix_reuse import NAMES, Talk, limits, storm
+from tests.worker.conversations import NAMES, Talk, limits, storm
 
 GRAIN = 16
 SECONDS = 20

@@ -23,7 +23,7 @@ from jdisagg.worker.kv_sources import (
     RestoreQuery,
 )
 from tests.fakes.cluster import toy_request
-from tests.worker.test_prefix_reuse import NAMES
+from tests.worker.conversations import NAMES
 
 PAGE, SIZE = 4, 16
 REQUEST = toy_request(0)

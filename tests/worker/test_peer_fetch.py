@@ -3,7 +3,6 @@ page they read: streams are those of the oracle whatever becomes of holder, aske
 their way, and afterwards every page is free on both sides."""
 
 import asyncio
-from collections.abc import Callable
 from dataclasses import replace
 
 import msgspec
@@ -11,58 +10,16 @@ import pytest
 
 from jdisagg.errors import InvalidRequestError
 from jdisagg.messages.ports import FetchCall, FetchReply
-from jdisagg.request import Adapter, Request
+from jdisagg.request import Adapter
 from jdisagg.scheduler.host_blocks import TierRoom
 from jdisagg.scheduler.residency import BlockNames
-from tests.fakes.cluster import Fleet
+from tests.fakes.cluster import until
 from tests.fakes.fake_executor import Costs, Faults
-from tests.worker.test_host_tier import BLOCK_BYTES, FAST, PIECES, other
-from tests.worker.test_prefix_reuse import NAMES, Talk, limits
+from tests.worker.conversations import limits
+from tests.worker.peering import PROMPT, at, counted, failed, faults_of, fleet, settled
+from tests.worker.tiers import BLOCK_BYTES, PIECES, other
 
-ALWAYS = TierRoom(always=True)
-PROMPT = other(1)  # 80 tokens: four blocks may be known, one more token at least is computed
 FETCHED = 64
-
-
-def fleet(**more: object) -> Fleet:
-    options: dict[str, object] = {
-        "decode": limits(pages=400),
-        "prefill": limits(),
-        "names": NAMES,
-        "costs": FAST,
-        "tiers": ALWAYS,
-        "hints": True,
-        "decodes": 1,
-    }
-    return Fleet(**(options | more))  # type: ignore[arg-type]
-
-
-def faults_of(name: str, faults: Faults) -> Callable[[str], Faults]:
-    return lambda other: faults if other == name else Faults()
-
-
-async def at(fleet: Fleet, name: str, request: Request = PROMPT) -> int:
-    """Sends a prompt to this prefill worker; returns how many of its tokens were computed."""
-    fleet.decode_worker("decode0")._state.residency.clear()
-    again = replace(request, request_id=str(fleet.new_id()))
-    collected = await fleet.collect(again, fleet.new_path(name))
-    fleet.check(again, collected)
-    assert collected.usage is not None
-    return len(request.prompt_token_ids) - collected.usage.cached_tokens
-
-
-def counted(fleet: Fleet, name: str) -> Callable[[str], int]:
-    return lambda counter: fleet.processes[name].worker.counters[counter]
-
-
-def failed(fleet: Fleet, name: str) -> dict[str, int]:
-    """Fetches that brought less than was wanted, by cause."""
-    labelled = fleet.prefill_worker(name).counters.labelled()
-    return {
-        dict(labels)["cause"]: count
-        for (counter, labels), count in labelled.items()
-        if counter == "peer_fetch_failed" and labels
-    }
 
 
 async def test_what_another_worker_keeps_is_fetched_and_not_computed() -> None:
@@ -90,36 +47,6 @@ async def test_what_the_holder_has_in_host_memory_alone_it_gives_too() -> None:
         assert await at(both, "prefill1") == 80 - FETCHED
         assert holder.counters["host_tokens_restored"] > 0
         await both.check_quiet()
-
-
-async def storm(fleet: Fleet, talk: Talk, requests: int, at_once: int = 4) -> None:
-    left = requests
-
-    async def user() -> None:
-        nonlocal left
-        while left > 0:
-            left -= 1
-            request = talk.next()
-            answer = asyncio.ensure_future(fleet.collect(request))
-            if talk.random.random() < 0.1:
-                await asyncio.sleep(talk.random.random() * 0.3)
-                answer.cancel()
-            try:
-                collected = await answer
-            except asyncio.CancelledError:
-                continue
-            fleet.check(request, collected)
-            talk.heard(request, collected)
-
-    await asyncio.gather(*(user() for _ in range(at_once)))
-
-
-async def settled(fleet: Fleet) -> None:
-    """Once leases are over nothing is on its way, and every page is free."""
-    await fleet.check_quiet(settle_seconds=30.0)
-    for process in fleet.processes.values():
-        if not fleet.local.is_dead(process.worker):
-            assert process.worker._sources.quiet and not len(process.worker._given)
 
 
 async def test_a_holder_that_dies_midway_costs_no_token_and_what_has_come_stays() -> None:
@@ -179,8 +106,7 @@ async def test_a_prompt_that_is_given_up_ends_its_fetch_and_the_holder_lets_go()
         assert await at(both, "prefill0") == 80
         holder, asker = both.prefill_worker("prefill0"), both.prefill_worker("prefill1")
         running = asyncio.ensure_future(at(both, "prefill1"))
-        while not len(holder._given):
-            await asyncio.sleep(1e-3)
+        await until(lambda: len(holder._given))
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)
         await asyncio.sleep(1.0)
@@ -195,8 +121,7 @@ async def test_an_asker_that_dies_midway_leaves_the_holder_all_its_pages() -> No
         assert await at(both, "prefill0") == 80
         holder = both.prefill_worker("prefill0")
         running = asyncio.ensure_future(at(both, "prefill1"))
-        while not len(holder._given):
-            await asyncio.sleep(1e-3)
+        await until(lambda: len(holder._given))
         await both.kill("prefill1")
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)
@@ -240,8 +165,7 @@ async def test_after_a_reset_nothing_that_was_fetched_before_is_used() -> None:
     async with fleet(costs=Costs(pull=0.5, other=1e-5)) as both:
         assert await at(both, "prefill0") == 80
         running = asyncio.ensure_future(at(both, "prefill1"))
-        while not len(both.prefill_worker("prefill0")._given):
-            await asyncio.sleep(1e-3)
+        await until(lambda: len(both.prefill_worker("prefill0")._given))
         await both.prefill_worker("prefill1").reset_cache()
         assert await running == 80
         assert failed(both, "prefill1") == {"reset": 1}

@@ -12,24 +12,7 @@ from jdisagg.messages.step_commands import PrefillChunk, ReleaseOffers
 from tests.fakes.cluster import Cluster, toy_request
 from tests.fakes.fake_executor import Costs, toy_limits
 from tests.fakes.toy_model import expected_tokens
-
-
-def prefill_call(
-    number: int = 1,
-    handoff_id: int = 7,
-    attempt: int = 1,
-    accepted: tuple[int, ...] = (),
-    **request: object,
-) -> PrefillCall:
-    return PrefillCall(
-        toy_request(number, **request),  # type: ignore[arg-type]
-        attempt,
-        (Child(0, accepted),),
-        handoff_id,
-        "decode0",
-        0,
-        100.0,
-    )  # type: ignore[arg-type]
+from tests.worker.calls import prefill_call
 
 
 async def messages(cluster: Cluster, handoff_id: int = 7, attempt: int = 1) -> list[PeerMessage]:

@@ -5,7 +5,6 @@ Prompts share their beginnings as conversations do: a system prompt, then turns,
 may go on from the same answer."""
 
 import asyncio
-import random
 from dataclasses import replace
 
 import msgspec
@@ -13,91 +12,10 @@ import pytest
 
 from jdisagg.config import Mode
 from jdisagg.errors import BrokenModelError, JdisaggError
-from jdisagg.request import Request, SamplingParams
-from jdisagg.scheduler.residency import BlockNames
-from tests.fakes.cluster import Cluster, Collected, toy_request
-from tests.fakes.fake_executor import Faults, toy_limits
-from tests.worker.test_prefill_worker import prefill_call
-
-NAMES = BlockNames(b"secret", "toy", 16)
-CONTEXT = 256
-
-
-def limits(ranks: int = 1, pages: int = 160, page_size: int = 4, rows: int = 1):
-    return toy_limits(
-        ranks=ranks,
-        page_size=page_size,
-        pages_per_rank=pages,
-        context_tokens=CONTEXT,
-        continuing_rows=rows,
-        granule_tokens=4,
-        chunk_buckets=(16, 32),
-    )
-
-
-class Talk:
-    """Requests whose prompts are beginnings of earlier conversations and something new."""
-
-    def __init__(self, seed: int, tenants: tuple[str, ...] = ("",)) -> None:
-        self.random = random.Random(seed)
-        self.histories: list[tuple[str, tuple[int, ...]]] = [
-            (tenant, self.words(20 + 30 * which)) for tenant in tenants for which in range(3)
-        ]
-        self.count = 0
-
-    def words(self, count: int) -> tuple[int, ...]:
-        return tuple(self.random.randrange(89) for _ in range(count))
-
-    def next(self) -> Request:
-        self.count += 1
-        tenant, history = self.random.choice(self.histories)
-        prompt = history + self.words(self.random.choice((0, 1, 5, 17)))
-        params = SamplingParams(
-            max_tokens=self.random.randint(1, 40),
-            temperature=self.random.choice((0.0, 0.9)),
-            seed=self.random.randrange(1000),
-            n=self.random.choice((1, 1, 1, 3)),
-            repetition_penalty=self.random.choice((1.0, 1.0, 1.3)),
-            logprobs=self.random.choice((None, None, 0)),
-            prompt_logprobs=None if self.count % 4 else 1,
-        )
-        stop_ids = self.random.choice(((), (), (3, 5, 8, 13, 21, 34, 55)))
-        return Request(f"r{self.count}", prompt, params, stop_ids, tenant=tenant)
-
-    def heard(self, request: Request, collected: Collected) -> None:
-        for tokens in collected.tokens.values():
-            history = request.prompt_token_ids + tuple(tokens)
-            if len(history) < CONTEXT - 60:
-                self.histories.append((request.tenant, history))
-        self.histories = self.histories[-12:]
-
-
-async def storm(cluster: Cluster, talk: Talk, requests: int, at_once: int, cancels: float = 0.0):
-    """Random conversations; those that are not cancelled are held against the oracle."""
-
-    async def one() -> None:
-        request = talk.next()
-        waiting = asyncio.ensure_future(cluster.collect(request))
-        if talk.random.random() < cancels:
-            await asyncio.sleep(talk.random.random() * 0.3)
-            waiting.cancel()
-        try:
-            collected = await waiting
-        except asyncio.CancelledError:
-            return
-        cluster.check(request, collected)
-        talk.heard(request, collected)
-
-    left = requests
-
-    async def user() -> None:
-        nonlocal left
-        while left > 0:
-            left -= 1
-            await one()
-
-    await asyncio.gather(*(user() for _ in range(at_once)))
-    await cluster.check_quiet()
+from tests.fakes.cluster import Cluster, until
+from tests.fakes.fake_executor import Faults
+from tests.worker.calls import prefill_call
+from tests.worker.conversations import NAMES, Talk, asked, cached_of, limits, prompt, storm
 
 
 def hits(cluster: Cluster) -> tuple[int, int]:
@@ -166,22 +84,6 @@ async def test_blocks_that_are_lost_or_spoiled_are_never_found_again(fault: str)
         assert cluster.decode.counters["blocks_pulled_again"] > 0
 
 
-def prompt(tokens: int, tail: int = 0) -> tuple[int, ...]:
-    return tuple(at % 89 for at in range(tokens)) + (88,) * tail
-
-
-def asked(number: int, token_ids: tuple[int, ...], **more: object) -> Request:
-    request = replace(toy_request(number, max_tokens=4), prompt_token_ids=token_ids)
-    return replace(request, **more)
-
-
-async def cached_of(cluster: Cluster, request: Request) -> int:
-    collected = await cluster.collect(request)
-    cluster.check(request, collected)
-    assert collected.usage is not None
-    return collected.usage.cached_tokens
-
-
 async def test_usage_says_how_much_of_the_prompt_was_not_computed() -> None:
     async with Cluster(decode=limits(), prefill=limits(), names=NAMES) as cluster:
         assert await cached_of(cluster, asked(1, prompt(50))) == 0
@@ -197,9 +99,8 @@ async def test_a_prompt_whose_logprobs_are_asked_for_is_computed_whole_and_kept(
             request = asked(number, prompt(50))
             sampling = replace(request.sampling, prompt_logprobs=wanted)
             request = replace(request, sampling=sampling)
-            collected = await cluster.collect(request)
-            cluster.check(request, collected)
-            assert collected.usage is not None and collected.usage.cached_tokens == hit
+            collected = await cluster.ask(request)
+            assert collected.cached_tokens == hit
 
 
 async def test_a_prompt_that_is_known_whole_is_sent_nothing_and_computes_one_token_at_least():
@@ -207,10 +108,9 @@ async def test_a_prompt_that_is_known_whole_is_sent_nothing_and_computes_one_tok
         first = asked(1, prompt(48))
         await cluster.collect(first)
         again = replace(first, request_id="again")
-        collected = await cluster.collect(again)
-        cluster.check(again, collected)
+        collected = await cluster.ask(again)
         assert collected.usage is not None and collected.timings is not None
-        assert collected.usage.cached_tokens == 32  # of 48; the last block is computed
+        assert collected.cached_tokens == 32  # of 48; the last block is computed
         assert collected.timings.kv_bytes_moved == 0
         await cluster.check_quiet()
 
@@ -234,8 +134,7 @@ async def test_what_the_prefill_side_knows_and_the_decode_side_does_not_is_sent_
 
 async def test_an_answer_is_known_to_the_next_turn() -> None:
     async with Cluster(Mode.CHUNKED, decode=limits(), names=NAMES) as cluster:
-        request = asked(1, prompt(30))
-        request = replace(request, sampling=replace(request.sampling, max_tokens=40))
+        request = asked(1, prompt(30), 40)
         collected = await cluster.collect(request)
         history = request.prompt_token_ids + tuple(collected.tokens[0])
         assert await cached_of(cluster, asked(2, history + (1, 2, 3))) == 64
@@ -268,12 +167,10 @@ async def test_a_prefill_worker_that_dies_of_a_broken_mesh_leaves_what_the_decod
 async def test_a_sequence_whose_logits_are_not_finite_leaves_nothing_and_empties_its_rank() -> None:
     async with Cluster(decode=limits(), prefill=limits(), names=NAMES) as cluster:
         await cluster.collect(asked(1, prompt(60)))
-        long = asked(2, prompt(60))
-        long = replace(long, sampling=replace(long.sampling, max_tokens=100))
+        long = asked(2, prompt(60), 100)
         running = asyncio.ensure_future(cluster.collect(long))
         state = cluster.decode._state
-        while not any(state.running):
-            await asyncio.sleep(0.01)
+        await until(lambda: any(state.running), 0.01)
         cluster.decode.fail(next(iter(state.groups.values())), BrokenModelError())
         with pytest.raises(BrokenModelError):
             await running
@@ -287,11 +184,9 @@ async def test_a_reset_empties_all_and_what_runs_leaves_nothing_either(mode: Mod
     async with Cluster(mode, decode=limits(), prefill=limits(), names=NAMES, wire=True) as cluster:
         first = asked(1, prompt(60))
         await cluster.collect(first)
-        long = asked(2, prompt(60))
-        long = replace(long, sampling=replace(long.sampling, max_tokens=100))
+        long = asked(2, prompt(60), 100)
         running = asyncio.ensure_future(cluster.collect(long))
-        while not any(cluster.decode._state.running):
-            await asyncio.sleep(0.01)
+        await until(lambda: any(cluster.decode._state.running), 0.01)
         assert await cluster.path.reset_cache() > 0
         cluster.check(long, await running)
         assert await cached_of(cluster, asked(3, prompt(60))) == 0

@@ -12,9 +12,8 @@ from jdisagg.request import Request
 from jdisagg.scheduler.host_blocks import TierRoom
 from tests.fakes.cluster import toy_request
 from tests.fakes.fake_states import with_state
-from tests.worker.test_prefix_reuse import NAMES, limits
-from tests.worker.test_spilled_kv import ROOMY, check_empty, scarce
-from tests.worker.test_suspend import Stream
+from tests.worker.conversations import NAMES, limits
+from tests.worker.spilling import ROOMY, Stream, check_empty, scarce
 
 
 def low(number: int, **sampling: object) -> Request:

@@ -15,11 +15,11 @@ from jdisagg.errors import JdisaggError
 from jdisagg.messages.step_commands import PrefillChunk
 from jdisagg.request import Request
 from jdisagg.scheduler.host_blocks import TierRoom
-from tests.fakes.cluster import Cluster, Collected, Fleet
+from tests.fakes.cluster import Cluster, Collected, Fleet, until
 from tests.fakes.fake_executor import Costs, Faults
-from tests.worker.test_host_tier import BLOCK_BYTES, FAST
-from tests.worker.test_prefill_worker import prefill_call
-from tests.worker.test_prefix_reuse import NAMES, Talk, asked, limits, prompt, storm
+from tests.worker.calls import prefill_call
+from tests.worker.conversations import NAMES, Talk, asked, limits, prompt, storm
+from tests.worker.tiers import BLOCK_BYTES, FAST
 
 
 def computed(cluster: Cluster) -> int:
@@ -35,10 +35,8 @@ def one_rank(**more: object) -> Cluster:
 
 async def all_of(cluster: Cluster, requests: list[Request]) -> list[int]:
     """Streams all at once; returns of how many tokens each was spared the computing."""
-    done = await asyncio.gather(*(cluster.collect(request) for request in requests))
-    for request, one in zip(requests, done, strict=True):
-        cluster.check(request, one)
-    return [one.usage.cached_tokens for one in done if one.usage is not None]
+    done = await cluster.collect_all(requests)
+    return [one.cached_tokens for one in done if one.usage is not None]
 
 
 async def test_what_prompts_that_come_at_once_have_in_common_is_computed_once() -> None:
@@ -116,7 +114,7 @@ async def test_a_first_whose_destination_does_not_fetch_is_not_waited_for() -> N
         assert not all(one.done() for one in silent), "it is stalled"
         held = next(number for number, one in enumerate(silent) if not one.done())
         request = asked(50, calls[held].request.prompt_token_ids + (1, 2))
-        cluster.check(request, await cluster.collect(request))
+        await cluster.ask(request)
         assert not silent[held].done()
         for number in range(4):
             await cluster.prefill.abort(10 + number, "enough")
@@ -184,8 +182,9 @@ async def test_on_one_mesh_what_is_common_is_computed_once_and_taken_over_too(
         requests = [asked(number, prompt(100, tail=number)) for number in range(4)]
         running = [asyncio.ensure_future(cluster.collect(one)) for one in requests]
         if cancelled:
-            while not any(isinstance(one, PrefillChunk) for one in cluster.decode_mesh.log):
-                await asyncio.sleep(1e-4)
+            await until(
+                lambda: any(isinstance(one, PrefillChunk) for one in cluster.decode_mesh.log), 1e-4
+            )
             running[0].cancel()
         done = await asyncio.gather(*running, return_exceptions=True)
         for request, one in zip(requests[cancelled:], done[cancelled:], strict=True):
@@ -224,14 +223,12 @@ async def test_on_one_mesh_whoever_is_cancelled_streams_are_the_oracles(
 
 async def test_a_decode_worker_offers_what_it_received_before_the_sequence_ends() -> None:
     async with one_rank(decode=limits(pages=400)) as cluster:
-        long = asked(1, prompt(100))
-        long = replace(long, sampling=replace(long.sampling, max_tokens=100))
+        long = asked(1, prompt(100), 100)
         running = asyncio.ensure_future(cluster.collect(long))
-        while not any(cluster.decode._state.running):
-            await asyncio.sleep(1e-3)
+        await until(lambda: any(cluster.decode._state.running))
         received = cluster.decode.counters["kv_bytes_received"]
         again = asked(2, prompt(96))
-        cluster.check(again, await cluster.collect(again))
+        await cluster.ask(again)
         assert not running.done()
         assert cluster.decode.counters["prefix_hit_tokens"] == 96
         assert cluster.decode.counters["kv_bytes_received"] == received

@@ -17,7 +17,7 @@ async def test_chunks_that_take_longer_than_all_tries_of_a_pull_are_waited_for(
 ) -> None:
     async with Cluster(costs=Costs(prefill_token=5.0)) as cluster:
         request = toy_request(1, prompt_tokens=prompt_tokens, max_tokens=3, deadline_seconds=2000.0)
-        cluster.check(request, await cluster.collect(request))
+        await cluster.ask(request)
         counters = cluster.decode.counters
         assert counters["pulls_timed_out"] > 0, "chunks of 80 s, and pulls of at most 62.5"
         assert counters["handoffs_failed"] == cluster.path.counters["sources_replaced"] == 0

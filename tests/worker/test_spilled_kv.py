@@ -11,55 +11,14 @@ import pytest
 from jdisagg.config import LimitsConfig, Mode
 from jdisagg.errors import DeadlineExceededError
 from jdisagg.messages.step_commands import ExtractBlock
-from jdisagg.request import Request
 from jdisagg.scheduler.host_blocks import TierRoom
 from jdisagg.scheduler.residency import BlockNames
 from jdisagg.timeouts import HandoffTimeouts, Timeouts
-from tests.fakes.cluster import Cluster, Collected, toy_request
-from tests.fakes.fake_executor import Costs, FakeExecutor
+from tests.fakes.cluster import until
+from tests.fakes.fake_executor import Costs
 from tests.lanes import first_quick
-from tests.worker.test_prefix_reuse import NAMES, Talk, limits, storm
-
-TOKEN_BYTES = 16
-ROOMY = TierRoom(4000 * TOKEN_BYTES, always=True)
-FAST = Costs(pull=1e-5, other=1e-5)
-
-
-def scarce(room: TierRoom = ROOMY, pages: int = 24, **more: object) -> Cluster:
-    """A decode worker whose pages run out when two sequences of `long` grow."""
-    options: dict[str, object] = {
-        "decode": limits(pages=pages),
-        "prefill": limits(pages=400),
-        "growth_tokens": 4,
-        "costs": FAST,
-        "spills": room,
-        "wire": True,
-    }
-    return Cluster(**(options | more))  # type: ignore[arg-type]
-
-
-def long(number: int, **sampling: object) -> Request:
-    """40 tokens of prompt and 40 of answer, of which a rank of 24 pages holds one and a bit."""
-    options: dict[str, object] = {"max_tokens": 40}
-    return toy_request(number, 40, **(options | sampling))  # type: ignore[arg-type]
-
-
-async def all_of(cluster: Cluster, *requests: Request) -> list[Collected]:
-    """Their streams, which are the oracle's."""
-    streams = await asyncio.gather(*(cluster.collect(request) for request in requests))
-    for request, collected in zip(requests, streams, strict=True):
-        cluster.check(request, collected)
-    return streams
-
-
-async def check_empty(cluster: Cluster) -> None:
-    """No sequence is left in host memory, nor anywhere else; cached blocks alone may be."""
-    await cluster.check_quiet()
-    spilled, mesh = cluster.decode._spilled, cluster.decode_mesh
-    assert len(spilled) == spilled.spills.bytes == 0 and spilled.quiet
-    cached = [one.offer_ids for one in cluster.decode._host.blocks._blocks.values()]
-    assert set(mesh.host) == {offer_id for ids in cached for offer_id in ids}
-    assert not spilled._moving and not mesh.pulled
+from tests.worker.conversations import NAMES, Talk, limits, storm
+from tests.worker.spilling import ROOMY, TOKEN_BYTES, all_of, check_empty, flip_all, long, scarce
 
 
 async def test_a_preempted_sequence_comes_back_from_host_memory_and_is_not_prefilled_again():
@@ -107,19 +66,10 @@ async def test_streams_are_the_oracles_whoever_is_set_aside_and_nothing_is_left(
         await check_empty(cluster)
 
 
-def flip_all(mesh: FakeExecutor) -> int:
-    """One bit of each piece that lies in host memory; how many that were."""
-    for _, entries in mesh.host.values():
-        position, token, chain = entries[-1]
-        entries[-1] = (position, token, chain ^ 1)
-    return len(mesh.host)
-
-
 async def test_a_byte_that_flips_in_host_memory_is_a_miss_and_costs_no_token() -> None:
     async with scarce() as cluster:
         running = asyncio.ensure_future(all_of(cluster, long(1), long(2)))
-        while not cluster.decode.counters["sequences_spilled"]:
-            await asyncio.sleep(0.001)
+        await until(lambda: cluster.decode.counters["sequences_spilled"])
         assert flip_all(cluster.decode_mesh) > 0
         await running
         assert cluster.decode.counters["spills_missed"] == 1
@@ -157,8 +107,7 @@ async def test_one_that_is_cancelled_on_its_way_back_writes_to_nobodys_pages() -
     async with scarce(costs=Costs(pull=0.1, other=1e-5)) as cluster:
         waiting = [asyncio.ensure_future(cluster.collect(long(one))) for one in (1, 2)]
         spilled = cluster.decode._spilled
-        while not spilled.spills.returning():
-            await asyncio.sleep(0.001)
+        await until(lambda: spilled.spills.returning())
         waiting[1].cancel()
         await asyncio.gather(*waiting, return_exceptions=True)
         assert cluster.decode.counters["spills_restored"] == 0
@@ -170,8 +119,7 @@ async def test_one_that_is_cancelled_on_its_way_back_writes_to_nobodys_pages() -
 async def test_a_status_says_who_waits_and_what_lies_in_host_memory() -> None:
     async with scarce() as cluster:
         running = asyncio.ensure_future(all_of(cluster, long(1), long(2)))
-        while not cluster.decode.counters["sequences_spilled"]:
-            await asyncio.sleep(0.001)
+        await until(lambda: cluster.decode.counters["sequences_spilled"])
         status = await cluster.decode.status()
         (tier,) = status.kept
         (spill,) = cluster.decode._spilled.spills

@@ -4,9 +4,9 @@ at the last whole block of an answer, over fake meshes that verify the state of 
 import pytest
 
 from tests.fakes.fake_states import with_state
-from tests.worker.test_appending import appending, cluster
-from tests.worker.test_prefix_reuse import Talk, storm
-from tests.worker.test_state_reuse import check_snapshots, stateful
+from tests.worker.appends import appending, cluster
+from tests.worker.conversations import Talk, storm
+from tests.worker.states import check_snapshots, stateful
 
 
 @pytest.mark.parametrize("seed", range(2))

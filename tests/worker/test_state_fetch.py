@@ -8,9 +8,9 @@ import pytest
 from jdisagg.scheduler.host_blocks import TierRoom
 from tests.fakes.cluster import Fleet
 from tests.fakes.fake_executor import Faults
-from tests.worker.test_peer_fetch import at, counted, failed, faults_of, fleet
-from tests.worker.test_prefix_reuse import Talk
-from tests.worker.test_state_reuse import stateful
+from tests.worker.conversations import Talk
+from tests.worker.peering import at, counted, failed, faults_of, fleet
+from tests.worker.states import stateful
 
 
 def stateful_fleet(**more: object) -> Fleet:
@@ -99,8 +99,7 @@ async def test_conversations_over_two_workers_that_fetch_have_the_oracles_tokens
         for _ in range(30):
             request = talk.next()
             path = both.new_path(talk.random.choice(("prefill0", "prefill1")))
-            collected = await both.collect(request, path)
-            both.check(request, collected)
+            collected = await both.ask(request, path)
             talk.heard(request, collected)
         assert both.counted("peer_snapshots_fetched") > 0
         await all_settled(both)

@@ -10,35 +10,10 @@ import pytest
 from jdisagg.config import Mode
 from jdisagg.scheduler.host_blocks import TierRoom
 from jdisagg.worker.disk_tier import SNAPSHOT_MARK
-from tests.fakes.cluster import Cluster
+from tests.fakes.cluster import Cluster, until
 from tests.fakes.fake_disk import FakeDisk
-from tests.fakes.fake_states import with_state
-from tests.worker.test_prefix_reuse import NAMES, Talk, asked, cached_of, limits, prompt, storm
-
-
-def stateful(ranks: int = 1, pages: int = 160, page_size: int = 4, snapshots: int = 24, **more):
-    return with_state(limits(ranks, pages, page_size, **more), snapshots, every=16)
-
-
-def residencies(cluster: Cluster):
-    return [
-        process.worker._kept
-        for process in cluster.processes.values()
-        if process.worker._kept.snapshots
-    ]
-
-
-def check_snapshots(cluster: Cluster) -> int:
-    """Nothing is pending, each snapshot belongs to a cached block. Returns how often one was
-    used."""
-    used = 0
-    for kept in residencies(cluster):
-        for tree, snapshots in zip(kept.trees, kept.snapshots, strict=True):
-            assert snapshots.pending == 0
-            assert snapshots.free + len(snapshots) == snapshots.total
-            assert all(name in tree for name in snapshots)
-            used += snapshots.used
-    return used
+from tests.worker.conversations import NAMES, Talk, asked, cached_of, prompt, storm
+from tests.worker.states import check_snapshots, residencies, stateful
 
 
 def cluster_of(mode: Mode, seed: int = 0, **more) -> Cluster:
@@ -89,8 +64,7 @@ async def test_the_second_of_two_prompts_that_branch_reveals_where_the_third_goe
 @pytest.mark.parametrize("mode", [Mode.CHUNKED, Mode.UNIFIED])
 async def test_the_next_turn_goes_on_from_the_last_whole_block_of_an_answer(mode: Mode) -> None:
     async with cluster_of(mode) as cluster:
-        request = asked(1, prompt(30))
-        request = replace(request, sampling=replace(request.sampling, max_tokens=40))
+        request = asked(1, prompt(30), 40)
         collected = await cluster.collect(request)
         history = request.prompt_token_ids + tuple(collected.tokens[0])
         assert await cached_of(cluster, asked(2, history + (1, 2, 3))) == 64
@@ -198,8 +172,7 @@ async def written_to_disk(disk: FakeDisk) -> None:
     async with with_disk(disk) as cluster:
         assert await cached_of(cluster, asked(1, prompt(70))) == 0
         assert await cached_of(cluster, asked(2, prompt(70))) == 64
-        while not cluster.prefill._sources.quiet:
-            await asyncio.sleep(0.1)
+        await until(lambda: cluster.prefill._sources.quiet, 0.1)
         assert cluster.prefill.counters["disk_snapshots_written"] == 1
 
 
@@ -224,8 +197,7 @@ async def test_a_spoiled_snapshot_on_disk_is_a_miss_and_is_removed() -> None:
     async with with_disk(disk, seed=7) as cluster:
         assert await cached_of(cluster, asked(3, prompt(70))) == 0
         assert cluster.prefill.counters["disk_snapshots_broken"] == 1
-        while not cluster.prefill._sources.quiet:
-            await asyncio.sleep(0.1)
+        await until(lambda: cluster.prefill._sources.quiet, 0.1)
         assert key not in disk.blocks
         assert await cached_of(cluster, asked(4, prompt(70))) == 64
         check_snapshots(cluster)

@@ -7,11 +7,11 @@ from dataclasses import replace
 import pytest
 
 from jdisagg.config import Mode
+from tests.fakes.cluster import until
 from tests.fakes.fake_states import with_state
-from tests.worker.test_prefix_reuse import NAMES, Talk, limits, storm
-from tests.worker.test_spilled_kv import all_of, check_empty, flip_all, long, scarce
-from tests.worker.test_state_reuse import check_snapshots, stateful
-from tests.worker.test_suspend import resting, roomy
+from tests.worker.conversations import NAMES, Talk, limits, storm
+from tests.worker.spilling import all_of, check_empty, flip_all, long, resting, roomy, scarce
+from tests.worker.states import check_snapshots, stateful
 
 LARGE = with_state(limits(pages=400))
 
@@ -44,8 +44,7 @@ async def test_streams_are_the_oracles_and_no_slot_is_left(mode: Mode, seed: int
 async def test_a_byte_of_the_state_that_flips_in_host_memory_is_a_miss() -> None:
     async with scarce(decode=with_state(limits(pages=24)), prefill=LARGE) as cluster:
         running = asyncio.ensure_future(all_of(cluster, long(1), long(2)))
-        while not cluster.decode.counters["sequences_spilled"]:
-            await asyncio.sleep(0.001)
+        await until(lambda: cluster.decode.counters["sequences_spilled"])
         (spill,) = cluster.decode._spilled.spills
         (state,) = spill.whole
         others = {

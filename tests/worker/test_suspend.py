@@ -3,81 +3,16 @@ read: while one rests its slot and pages are others', and its stream is that of 
 
 import asyncio
 import random
-from collections.abc import AsyncGenerator
-from contextlib import asynccontextmanager
 from dataclasses import replace
 
 import pytest
 
 from jdisagg.config import Mode
 from jdisagg.errors import DeadlineExceededError, InvalidRequestError
-from jdisagg.request import Request
 from jdisagg.scheduler.host_blocks import TierRoom
-from tests.fakes.cluster import Cluster, Collected
 from tests.fakes.fake_executor import Costs
-from tests.worker.test_prefix_reuse import NAMES, Talk, limits
-from tests.worker.test_spilled_kv import FAST, ROOMY, check_empty, flip_all, long
-
-LATER = 1000.0
-
-
-def roomy(room: TierRoom = ROOMY, **more: object) -> Cluster:
-    options: dict[str, object] = {
-        "decode": limits(pages=400),
-        "prefill": limits(pages=400),
-        "costs": FAST,
-        "spills": room,
-        "wire": True,
-    }
-    return Cluster(**(options | more))  # type: ignore[arg-type]
-
-
-class Stream:
-    """A request that is being read."""
-
-    def __init__(self, cluster: Cluster, request: Request) -> None:
-        self.cluster, self.request, self.collected = cluster, request, Collected()
-        self.task = asyncio.ensure_future(self._read())
-
-    async def _read(self) -> None:
-        async for event in self.cluster.path.stream(self.request):
-            self.collected.add(event)
-
-    @property
-    def tokens(self) -> int:
-        return sum(len(tokens) for tokens in self.collected.tokens.values())
-
-    async def until(self, tokens: int) -> None:
-        while self.tokens < tokens:
-            await asyncio.sleep(0.001)
-
-    async def suspend(self, keep_seconds: float | None) -> None:
-        path, request = self.cluster.path, self.request
-        await path.suspend(request.tenant, request.request_id, keep_seconds)
-
-    async def end(self) -> None:
-        await self.task
-        self.cluster.check(self.request, self.collected)
-
-
-@asynccontextmanager
-async def resting(
-    cluster: Cluster, request: Request, keep_seconds: float = LATER, tokens: int = 10
-) -> AsyncGenerator[Stream, None]:
-    """Suspended after so many tokens, until the end of the block; nothing is left in its pages."""
-    stream = Stream(cluster, request)
-    await stream.until(tokens)
-    await stream.suspend(keep_seconds)
-    await asyncio.sleep(0.2)
-    before = stream.tokens
-    status = await cluster.decode.status()
-    assert status.free_pages == status.total_pages
-    assert (status.running, status.waiting) == (0, 0)
-    yield stream
-    assert stream.tokens == before < request.sampling.max_tokens * request.sampling.n
-    await stream.suspend(None)
-    await stream.end()
-    await check_empty(cluster)
+from tests.worker.conversations import NAMES, Talk, limits
+from tests.worker.spilling import LATER, Stream, check_empty, flip_all, long, resting, roomy
 
 
 @pytest.mark.parametrize("mode", list(Mode))

@@ -6,7 +6,7 @@ from dataclasses import replace
 from jdisagg.layout.kv_spec import KVSpec
 from tests.fakes.cluster import Cluster, Collected
 from tests.fakes.fake_executor import Costs
-from tests.worker.test_prefix_reuse import NAMES, asked, limits, prompt
+from tests.worker.conversations import NAMES, asked, limits, prompt
 
 SPEC = KVSpec.attention(2, 1, 1, "float32", (10, None))
 

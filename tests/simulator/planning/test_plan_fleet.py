@@ -24,7 +24,7 @@ from jdisagg.simulator.planning.fleet import FleetMaker
 from jdisagg.simulator.planning.planner import Plan, Planner, Search
 from jdisagg.simulator.planning.verdict import Finding
 from jdisagg.simulator.workloads import Arrival, Fixed, poisson
-from tests.simulator.planning.test_planner import best_of
+from tests.simulator.planning.plans import best_of
 
 MODEL = geometry("llama-3-8b")
 

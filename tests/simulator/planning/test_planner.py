@@ -3,7 +3,7 @@ simulator."""
 
 import bisect
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -28,53 +28,10 @@ from jdisagg.simulator.planning.trials import (
     requests_at,
     settled,
 )
-from jdisagg.simulator.planning.verdict import Finding, Trial
-from jdisagg.simulator.report import RequestOutcome, WorkerUsage, attainment
+from jdisagg.simulator.planning.verdict import Trial
+from jdisagg.simulator.report import RequestOutcome, attainment
 from jdisagg.simulator.workloads import Arrival, Fixed, mean_rate, poisson
-
-SITE = Site(accelerator("h100"), 8)
-GOAL = Goal(0.5, 0.05)
-WORKLOAD = poisson(5.0, 200, Fixed(900, 100), seed=1)
-
-Capacity = Callable[[Candidate], float]
-
-
-class Servers:
-    """Serves up to `capacity(candidate)` requests per second in time and all above that late.
-    Records the candidates that were run."""
-
-    def __init__(self, capacity: Capacity, late: str = "ttft") -> None:
-        self._capacity, self._late = capacity, late
-        self.asked: list[Candidate] = []
-
-    def __call__(self, candidate: Candidate, arrivals: Sequence[Arrival], lost: Lost) -> TrialRun:
-        self.asked.append(candidate)
-        in_time = min(1.0, self._capacity(candidate) / mean_rate(arrivals))
-        outcomes = []
-        for index, item in enumerate(arrivals):
-            good = (index * 0.618034) % 1 < in_time
-            first = item.at_seconds + (0.1 if good or self._late != "ttft" else 9.0)
-            finish = first + (item.output_tokens - 1) * (
-                0.01 if good or self._late != "tpot" else 0.9
-            )
-            end = "finished" if good or self._late != "refused" else "refused"
-            reason = "" if end == "finished" else "no pages"
-            outcomes.append(
-                RequestOutcome(
-                    str(index),
-                    item.at_seconds,
-                    finish,
-                    item.prompt_tokens,
-                    item.output_tokens,
-                    first,
-                    end=end,
-                    reason=reason,
-                )  # type: ignore[arg-type]
-            )
-        return TrialRun(
-            tuple(outcomes),
-            (WorkerUsage("a", "prefill", 4, 1.0), WorkerUsage("b", "decode", 4, 9.0)),
-        )
+from tests.simulator.planning.plans import GOAL, SITE, WORKLOAD, Capacity, Servers, best_of, both
 
 
 def one_server(seconds_each: float) -> Runner:
@@ -122,15 +79,6 @@ def tried(
 def plan(capacity: Capacity, late: str = "ttft", site: Site = SITE, **options: object) -> Plan:
     servers, search = Servers(capacity, late), Search(**options)  # type: ignore[arg-type]
     return Planner(geometry("llama-3-70b"), site, GOAL, both(servers), search).plan(WORKLOAD)
-
-
-def both(runner: Runner) -> Runners:
-    """Takes the runner for simulated and for stepped runs."""
-    return Runners(runner, runner)
-
-
-def best_of(found: Plan, mode: Mode) -> Finding | None:
-    return next((item for item in found.findings if item.candidate.mode is mode), None)
 
 
 @pytest.mark.parametrize("guess", [0.3, 1.0, 7.0, 40.0])
