@@ -47,18 +47,10 @@ async def test_what_the_client_chose_is_kept(frontend) -> None:
         n=2,
         top_k=None,
     )
-    assert (request.request_id, request.deadline_seconds, request.tenant, request.priority) == (
-        "mine",
-        7.0,
-        "t",
-        3,
-    )
-    assert (
-        request.sampling.seed,
-        request.sampling.stop,
-        request.sampling.n,
-        request.sampling.top_k,
-    ) == (11, ("a",), 2, 0)
+    assert request.request_id == "mine" and request.deadline_seconds == 7.0
+    assert request.tenant == "t" and request.priority == 3
+    assert request.sampling.seed == 11 and request.sampling.stop == ("a",)
+    assert request.sampling.n == 2 and request.sampling.top_k == 0
     assert request.stop_ids == (EOS, 9)
 
 

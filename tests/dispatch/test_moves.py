@@ -96,10 +96,8 @@ async def test_a_sequence_that_has_outgrown_its_new_reservation_gets_more_pages_
 
 async def test_without_another_decode_worker_a_drain_waits_for_the_ends_within_its_deadline():
     async with Fleet(decodes=1, limits=LimitsConfig(max_attempts=1)) as fleet:
-        short, long = (
-            toy_request(1, max_tokens=20),
-            toy_request(2, max_tokens=120, prompt_tokens=3),
-        )
+        short = toy_request(1, max_tokens=20)
+        long = toy_request(2, max_tokens=120, prompt_tokens=3)
         streams = [asyncio.create_task(fleet.collect(request)) for request in (short, long)]
         await asyncio.sleep(0.05)
         worker = fleet.decode_worker("decode0")

@@ -59,16 +59,13 @@ async def test_what_has_come_of_a_dead_prefill_workers_kv_is_kept_and_its_first_
         assert fleet.processes["prefill0"].worker.counters["handoffs_aborted"] == 0
         await fleet.kill("prefill0")
         fleet.check(request, await collecting)
-        assert (
-            fleet.path.counters["sources_replaced"] == 1
-            and fleet.path.counters["attempts_failed"] == 0
-        )
+        assert fleet.path.counters["sources_replaced"] == 1
+        assert fleet.path.counters["attempts_failed"] == 0
         kept = fleet.counted("kv_tokens_kept")
         assert 0 < kept < 100 and kept % 4 == 0
         answer = collecting.result()
-        assert answer.timings is not None and answer.timings.kv_bytes_moved < 2 * 100 * 8, (
-            "what was here is not moved again"
-        )
+        assert answer.timings is not None
+        assert answer.timings.kv_bytes_moved < 2 * 100 * 8, "what was here is not moved again"
         await fleet.check_quiet()
 
 
@@ -79,10 +76,8 @@ async def test_children_whose_first_tokens_were_delivered_keep_them_across_a_pre
         await asyncio.sleep(0.15)
         await fleet.kill("prefill0")
         fleet.check(request, await collecting)
-        assert (
-            fleet.path.counters["sources_replaced"] == 1
-            and fleet.path.counters["attempts_failed"] == 0
-        )
+        assert fleet.path.counters["sources_replaced"] == 1
+        assert fleet.path.counters["attempts_failed"] == 0
         await fleet.check_quiet()
 
 
@@ -337,9 +332,8 @@ async def test_a_worker_that_always_fails_after_others_helped_its_attempts_is_ba
         assert (
             counters["sources_replaced" if name == "prefill0" else "attempts_failed"] == FAILURES
         ), "the fault was felt"
-        assert barred(fleet, name) and not any(
-            barred(fleet, other) for other in fleet.processes if other != name
-        )
+        assert barred(fleet, name)
+        assert not any(barred(fleet, other) for other in fleet.processes if other != name)
 
 
 def barred(fleet: Fleet, name: str) -> bool:

@@ -170,11 +170,9 @@ async def test_a_stop_id_as_the_first_token_gives_an_empty_stream(mode: Mode) ->
         first = expected_tokens(toy_request(1), 0, 128)[0][0]
         request = toy_request(1, stop_ids=(first,))
         answer = await cluster.collect(request)
-        assert (
-            answer.tokens == {0: []}
-            and answer.finish == {0: FinishReason.STOP}
-            and answer.text == {0: ""}
-        )
+        assert answer.tokens == {0: []}
+        assert answer.finish == {0: FinishReason.STOP}
+        assert answer.text == {0: ""}
         assert answer.usage is not None and answer.usage.completion_tokens == 0
         await cluster.check_quiet()
 
@@ -193,10 +191,8 @@ async def test_a_stop_string_ends_its_child_alone(mode: Mode) -> None:
         answer = await cluster.collect(
             toy_request(1, n=2, temperature=1.0, seed=3, max_tokens=20, stop=(f"<{word}>",))
         )
-        assert (
-            tuple(answer.tokens[0]) == streams[0][: at + 1]
-            and answer.finish[0] is FinishReason.STOP
-        )
+        assert tuple(answer.tokens[0]) == streams[0][: at + 1]
+        assert answer.finish[0] is FinishReason.STOP
         assert answer.text[0] == "".join(f"<{token}>" for token in streams[0][:at])
         assert tuple(answer.tokens[1]) == streams[1]
         await cluster.check_quiet()
@@ -231,10 +227,8 @@ async def test_a_hand_off_that_fails_is_done_again_and_the_stream_is_unbroken() 
     async with Cluster(decode_faults=faults) as cluster:
         requests = [toy_request(number, prompt_tokens=30, n=1 + number) for number in range(2)]
         await cluster.collect_all(requests)
-        assert (
-            cluster.path.counters["sources_replaced"] > 0
-            and cluster.path.counters["attempts_failed"] == 0
-        )
+        assert cluster.path.counters["sources_replaced"] > 0
+        assert cluster.path.counters["attempts_failed"] == 0
         await cluster.check_quiet()
 
 

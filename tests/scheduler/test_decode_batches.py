@@ -141,9 +141,8 @@ def test_a_lone_sequence_that_fits_the_rank_is_never_preempted() -> None:
     (child,) = bench.ready(1, max_tokens=20).children
     for token in range(19):
         bench.result(bench.plan(), (token,))
-    assert (
-        bench.state.take_news()[-1].finish is FinishReason.LENGTH and bench.state.preemptions == 0
-    )
+    assert bench.state.take_news()[-1].finish is FinishReason.LENGTH
+    assert bench.state.preemptions == 0
     assert len(child.generated) == 20
 
 
@@ -155,9 +154,8 @@ def test_ready_sequences_wait_for_a_slot_oldest_first() -> None:
     assert not bench.plan().admits
     bench.state.end_group(running)
     plan = bench.plan()
-    assert [admit.sequence for admit in plan.admits] == [
-        waiting.children[0].key
-    ] and plan.slots == ((0,),)
+    assert [admit.sequence for admit in plan.admits] == [waiting.children[0].key]
+    assert plan.slots == ((0,),)
 
 
 def test_an_admission_carries_the_tokens_that_penalties_count() -> None:

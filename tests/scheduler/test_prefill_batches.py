@@ -149,10 +149,8 @@ def test_prompts_that_are_held_back_go_on_later_and_a_chunk_goes_on_with_one_pro
             assert row.sequence not in held and row.start == done[row.sequence]
             done[row.sequence] += len(row.tokens)
             assert bool(row.samples) == (done[row.sequence] == shapes[row.sequence][0])
-    assert (
-        done == {sequence: tokens for sequence, (tokens, _) in enumerate(shapes)}
-        and len(packer) == 0
-    )
+    assert done == {sequence: tokens for sequence, (tokens, _) in enumerate(shapes)}
+    assert len(packer) == 0
 
 
 @given(
@@ -174,10 +172,8 @@ def test_a_rows_blocks_cover_it_once_in_every_layer_group_and_padding_is_taken_w
         for row, later in itertools.zip_longest(chunk.rows, chunk.rows[1:]):
             room = chunk.chunk_tokens if later is None else later.offset
             skipped = min(8 * shapes[row.sequence][1], (shapes[row.sequence][0] - 1) // 8 * 8)
-            start, end = (
-                max(row.offset, row.offset + skipped - row.start),
-                row.offset + len(row.tokens),
-            )
+            start = max(row.offset, row.offset + skipped - row.start)
+            end = row.offset + len(row.tokens)
             assert bool(row.offers) == (start < end)
             for group in range(2 if row.offers else 0):
                 offers = [

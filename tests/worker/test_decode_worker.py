@@ -236,10 +236,9 @@ async def test_a_source_that_does_not_match_is_lost_by_the_field_that_differs() 
             GenerateCall(reservation.reservation_id, 1, 100.0, HandoffSource("prefill0", 1))
         )
         lost = (await anext(spans)).lost
+        assert lost is not None
         assert (
-            lost is not None
-            and "model_fingerprint is '' on 'prefill0' and 'another model' on 'decode1'"
-            in lost.reason
+            "model_fingerprint is '' on 'prefill0' and 'another model' on 'decode1'" in lost.reason
         )
         await other.cancel(reservation.reservation_id)
         assert (await other.status()).free_pages == (64,)

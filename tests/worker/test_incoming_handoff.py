@@ -158,10 +158,8 @@ async def test_what_windows_see_must_come_whole_and_may_come_in_any_order() -> N
 
 async def test_blocks_are_inserted_then_acknowledged_and_counted() -> None:
     channel, offers = blocks(10)
-    mesh, peer = (
-        FakeExecutor(toy_limits(), channel),
-        ScriptedPeer([*offers, HandoffEnd(6, 10, (FirstToken(0, 3),))]),
-    )
+    mesh = FakeExecutor(toy_limits(), channel)
+    peer = ScriptedPeer([*offers, HandoffEnd(6, 10, (FirstToken(0, 3),))])
     received = await Receiving(mesh, peer).receive()
     await asyncio.sleep(0.001)
     assert received.firsts == (FirstToken(0, 3),) and received.bytes_moved == 2 * 10 * 8

@@ -167,10 +167,7 @@ async def test_only_what_the_receiver_lacks_is_offered_and_all_of_it_is_summed()
         sums = [message.offer_id for message in messages if isinstance(message, OfferChecksum)]
         assert sorted(sums) == sorted(offer.offer_id for offer in offers)
         end = messages[-1]
-        assert isinstance(end, HandoffEnd) and (end.offers, end.tokens, end.firsts) == (
-            6,
-            21,
-            reply.tokens,
-        )
+        assert isinstance(end, HandoffEnd)
+        assert (end.offers, end.tokens, end.firsts) == (6, 21, reply.tokens)
         await cluster.prefill.abort(7, "enough")
         await cluster.check_quiet()

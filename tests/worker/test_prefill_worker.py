@@ -27,11 +27,10 @@ async def test_a_prompt_is_offered_whole_in_every_layer_group_and_freed_when_ack
         *offers, end = await listening
         request = toy_request(1, prompt_tokens=37)
         assert reply.tokens[0].token_id == expected_tokens(request, 0, 128)[0][0]
-        assert isinstance(end, HandoffEnd) and (end.offers, end.tokens, end.firsts) == (
-            len(offers) // 2,
-            37,
-            reply.tokens,
-        ), "and a checksum for each"
+        assert isinstance(end, HandoffEnd)
+        assert (end.offers, end.tokens, end.firsts) == (len(offers) // 2, 37, reply.tokens), (
+            "and a checksum for each"
+        )
         for group in range(2):
             covered = [
                 (offer.start, offer.valid_tokens)

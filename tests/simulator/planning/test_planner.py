@@ -240,10 +240,8 @@ def test_what_binds_is_what_the_runs_beyond_the_rate_missed(late: str, binding: 
 def test_too_few_accelerators_for_two_pools_are_said():
     found = plan(lambda item: 5.0, site=Site(accelerator("h100"), 2))
     assert found.left_out == ("disaggregated: two pools need 4 accelerators at least, there are 2",)
-    assert (
-        "Nothing to compare with (disaggregated" in found.verdict
-        and best_of(found, Mode.DISAGGREGATED) is None
-    )
+    assert "Nothing to compare with (disaggregated" in found.verdict
+    assert best_of(found, Mode.DISAGGREGATED) is None
 
 
 def test_a_goal_that_nothing_attains_is_told_with_the_nearest():
@@ -278,11 +276,9 @@ def test_progress_ends_with_all_candidates_done():
     servers = both(Servers(lambda item: 6.0))
     search = Search(modes=(Mode.UNIFIED,), finalists=1)
     Planner(geometry("llama-3-70b"), SITE, GOAL, servers, search, said).plan(WORKLOAD)
-    assert (
-        said.steps[-1][0] == "done"
-        and said.steps[-1][1] == said.steps[-1][2]
-        and any(text.startswith("unified") for text, _, _ in said.steps)
-    )
+    assert said.steps[-1][0] == "done"
+    assert said.steps[-1][1] == said.steps[-1][2]
+    assert any(text.startswith("unified") for text, _, _ in said.steps)
 
 
 def test_first_answers_by_arithmetic_and_by_stepping_come_before_anything_is_simulated():
@@ -368,17 +364,13 @@ def test_a_slow_link_is_named_where_it_binds():
     assert two.link_share == pytest.approx(
         1.0 / 0.9 * 900 * 327_680 / (side_by_side * 1e9), rel=0.1
     )
-    assert (
-        "ethernet-10g" in two.binding
-        and "the link is slow for the KV that is transferred" in found.verdict
-    )
+    assert "ethernet-10g" in two.binding
+    assert "the link is slow for the KV that is transferred" in found.verdict
 
 
 def test_requests_at_a_rate_are_the_workloads_own_in_order_with_the_same_gaps_at_every_rate():
-    one, two = (
-        requests_at(WORKLOAD, 10.0, 500, "poisson", 3),
-        requests_at(WORKLOAD, 20.0, 500, "poisson", 3),
-    )
+    one = requests_at(WORKLOAD, 10.0, 500, "poisson", 3)
+    two = requests_at(WORKLOAD, 20.0, 500, "poisson", 3)
     assert len(one) == 500 and mean_rate(one) == pytest.approx(10, rel=0.1)
     assert [item.at_seconds for item in two] == pytest.approx([item.at_seconds / 2 for item in one])
     own = requests_at(WORKLOAD, 10.0, 100, "trace", 3)
@@ -438,10 +430,8 @@ def test_a_trace_that_ends_too_soon_to_tell_is_told_and_what_it_shows_is_the_lea
         Search(modes=(Mode.UNIFIED,), finalists=1),
     )
     found = asked.plan(named)
-    assert (
-        found.findings[0].rate == pytest.approx(200 / (3 * 1.09), rel=0.05)
-        and found.findings[0].short
-    )
+    assert found.findings[0].rate == pytest.approx(200 / (3 * 1.09), rel=0.05)
+    assert found.findings[0].short
     assert (
         "These rates are lower bounds, because the requests end too soon at higher ones (unified"
         in found.verdict
