@@ -1,5 +1,5 @@
-"""Eight virtual CPU devices and a strict JAX for every test. `JAX_PLATFORMS=cuda` runs the same
-tests on a GPU.
+"""Eight virtual CPU devices and a strict JAX (`tests/jax_setup.py`) for every test that needs JAX.
+`JAX_PLATFORMS=cuda` runs the same tests on a GPU.
 
 All processes of a run, and the next run, share one folder of compiled programs
 (`tests/programs.py`).
@@ -19,25 +19,25 @@ for _flag in _wanted:
         _flags = f"{_flags} --{_flag}".strip()
 os.environ["XLA_FLAGS"] = _flags
 
-import jax  # noqa: E402
 import pytest  # noqa: E402
 from hypothesis import settings  # noqa: E402
 
-from jdisagg.executor.program_cache import use_compilation_cache  # noqa: E402
 from tests.cost import Cost  # noqa: E402
-from tests.lanes import sort_into_lanes  # noqa: E402
+from tests.lanes import sort_into_lanes, without_jax  # noqa: E402
 from tests.memory import Memory  # noqa: E402
-from tests.programs import PROGRAMS, forget_unused  # noqa: E402
+from tests.programs import forget_unused  # noqa: E402
 
-jax.config.update("jax_numpy_dtype_promotion", "strict")
-jax.config.update("jax_numpy_rank_promotion", "raise")
-use_compilation_cache(str(PROGRAMS))
 settings.register_profile("untimed", deadline=None)  # no test asserts a time
 settings.load_profile("untimed")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--cost", action="store_true", help="print what each test file costs")
+
+
+def pytest_collectstart(collector: pytest.Collector) -> None:
+    if isinstance(collector, pytest.Module) and not without_jax(collector.path):
+        import tests.jax_setup  # noqa: F401
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -54,6 +54,7 @@ def pytest_runtest_logfinish() -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "real_time: a coroutine that runs on a real event loop")
     if config.getoption("cost"):
         config.pluginmanager.register(Cost())
 

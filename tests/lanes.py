@@ -3,8 +3,30 @@
 in README.md runs only those."""
 
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 
 import pytest
+
+# Tests of these folders never import JAX, which takes longer than most of their tests. A rule of
+# tests/test_import_rules.py holds it.
+WITHOUT_JAX = (
+    "chat",
+    "costs",
+    "dispatch",
+    "grammar",
+    "layout",
+    "messages",
+    "router",
+    "scheduler",
+    "service",
+    "simulator",
+    "worker",
+)
+
+
+def without_jax(path: Path) -> bool:
+    tests = Path(__file__).parent
+    return path.is_relative_to(tests) and path.relative_to(tests).parts[0] in WITHOUT_JAX
 
 
 def first_quick(cases: Iterable[Sequence[object]], quick: int = 1, ci: int = 1) -> list[object]:

@@ -11,13 +11,13 @@ serve never reach `simulator`.
 import ast
 import subprocess
 import sys
-from collections.abc import Iterator
-from functools import cache
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parent.parent
+from tests import lanes
+from tests.import_graph import CLIENTS, ROOT, import_graph, module_name, product, reached
+
 PURE = (
     "assembly",
     "request",
@@ -49,61 +49,6 @@ WITHOUT_JAX = ("service", "client")
 JAX = {"jax", "jaxlib", "flax", "orbax", "tensorstore", "optax"}
 GRPC = {"grpc", "google", "grpc_health", "grpc_reflection"}
 SERVING = ("serve", "router", "worker", "cluster")
-CLIENTS = {"models", "launch", "configs"}
-
-
-def module_name(path: Path) -> str:
-    parts = path.relative_to(ROOT).with_suffix("").parts
-    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
-
-
-def imported_names(path: Path, module: str) -> Iterator[str]:
-    """Returns every name that an import statement anywhere in the file could load."""
-    package = module if path.name == "__init__.py" else module.rpartition(".")[0]
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            up = (
-                package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
-            )
-            base = ".".join([*up, *([node.module] if node.module else [])])
-            yield base
-            yield from (f"{base}.{alias.name}" for alias in node.names)
-
-
-def import_graph(*packages: str) -> dict[str, set[str]]:
-    files = [path for package in packages for path in (ROOT / package).rglob("*.py")]
-    return {module_name(path): set(imported_names(path, module_name(path))) for path in files}
-
-
-def reached(graph: dict[str, set[str]], start: str) -> tuple[set[str], dict[str, str]]:
-    """Returns our modules reached from `start`, its packages included, and foreign top-level names
-    with the module that imports them."""
-    ours: set[str] = set()
-    foreign: dict[str, str] = {}
-    todo = [start]
-    while todo:
-        module = todo.pop()
-        if module in ours:
-            continue
-        ours.add(module)
-        parents = module.split(".")[:-1]
-        targets = graph[module] | {".".join(parents[: end + 1]) for end in range(len(parents))}
-        for target in targets:
-            while target and target not in graph:
-                target, last = target.rpartition(".")[0], target
-                if not target:
-                    foreign.setdefault(last, module)
-            if target:
-                todo.append(target)
-    return ours, foreign
-
-
-@cache
-def product() -> dict[str, set[str]]:
-    """Returns the graph of what is shipped. Not at import, which every test worker would pay."""
-    return import_graph("jdisagg", *sorted(CLIENTS))
 
 
 def rooms(names: tuple[str, ...]) -> list[str]:
@@ -187,6 +132,90 @@ def test_importing_a_command_that_serves_loads_no_simulator(command: str) -> Non
     loaded = subprocess.run(run, cwd=ROOT, capture_output=True, text=True, check=True).stderr
     assert f"launch.{command}" in loaded
     assert "jdisagg.simulator" not in loaded
+
+
+def test_tests_of_pure_folders_are_collected_without_jax() -> None:
+    """Under their conftest files, as pytest collects them. The second run sees JAX, so that the
+    first means something."""
+    code = (
+        "import sys, pytest; error = pytest.main(['--collect-only', '-p', 'no:cacheprovider',"
+        " *sys.argv[1:]]); sys.exit(error or 20 + ('jax' in sys.modules))"
+    )
+    folders = [f"tests/{folder}" for folder in lanes.WITHOUT_JAX]
+    for paths, loaded in ((folders, 20), (["tests/ops/test_rope.py"], 21)):
+        run = [sys.executable, "-c", code, *paths]
+        ended = subprocess.run(run, cwd=ROOT, capture_output=True, text=True)
+        assert ended.returncode == loaded, ended.stdout[-2000:]
+
+
+# Files that still import set-up from a test module.
+STILL_IMPORT_TESTS: set[str] = {
+    "tests.chat.test_calls_in_thoughts",
+    "tests.docs.test_commands",
+    "tests.end_to_end.test_adapters_of_processes",
+    "tests.end_to_end.test_appending",
+    "tests.end_to_end.test_cluster_doors",
+    "tests.end_to_end.test_drain",
+    "tests.end_to_end.test_fetch_from_decode",
+    "tests.end_to_end.test_forced_tokens",
+    "tests.end_to_end.test_http",
+    "tests.end_to_end.test_images_in_motion",
+    "tests.end_to_end.test_instances_of_processes",
+    "tests.end_to_end.test_latent_attention",
+    "tests.end_to_end.test_offered_weights",
+    "tests.end_to_end.test_process_matrix",
+    "tests.end_to_end.test_prompt_logprobs",
+    "tests.end_to_end.test_random_speculation",
+    "tests.end_to_end.test_role_switch",
+    "tests.end_to_end.test_speculation",
+    "tests.end_to_end.test_stages",
+    "tests.end_to_end.test_state_reuse",
+    "tests.end_to_end.test_tpu_forms",
+    "tests.end_to_end.test_weights_in_place",
+    "tests.end_to_end.test_weights_of_processes",
+    "tests.end_to_end.test_windows",
+    "tests.engine.test_limits",
+    "tests.executor.test_block_checksums",
+    "tests.executor.test_prompt_logprobs",
+    "tests.hosts.test_addresses",
+    "tests.instance.test_joining",
+    "tests.launch.test_deploy",
+    "tests.launch.test_router_readiness",
+    "tests.launch.test_two_routers",
+    "tests.models.test_eagle_head",
+    "tests.observe.test_dashboards",
+    "tests.observe.test_embedded",
+    "tests.observe.test_kept_kv",
+    "tests.observe.test_metrics_port",
+    "tests.observe.test_process",
+    "tests.ops.test_prefill_attention_tpu",
+    "tests.ops.test_sparse_attention",
+    "tests.service.http.test_http_grammar",
+    "tests.service.http.test_http_history",
+    "tests.service.http.test_http_kept_responses",
+    "tests.service.http.test_http_messages",
+    "tests.service.http.test_http_odd_bodies",
+    "tests.service.http.test_http_published_types",
+    "tests.service.http.test_http_resume",
+    "tests.service.http.test_http_tls",
+    "tests.service.test_calls_of_odd_names",
+    "tests.service.test_spoiled_calls",
+    "tests.service.test_tools_of_agents",
+    "tests.service.test_traces_between_processes",
+}
+
+
+def test_no_test_module_imports_another() -> None:
+    """What several share lies in modules that hold no tests, so that a test can be moved, renamed
+    or removed alone."""
+    importers = {
+        module
+        for module, targets in import_graph("tests").items()
+        for target in targets
+        if target.startswith("tests.")
+        and any(p.startswith("test_") for p in target.split(".")[:-1])
+    }
+    assert importers == STILL_IMPORT_TESTS
 
 
 def flags_defined(path: Path) -> set[str]:

@@ -18,8 +18,8 @@ from jdisagg.simulator.faults import Broken, Death, Fault, Stall, schedule
 from jdisagg.simulator.fleet import INSTANCE, LIMITS, Pool
 from jdisagg.simulator.run import Result
 from jdisagg.simulator.workloads import Arrival, Fixed, poisson
+from tests.simulator.conservation import check, random_faults
 from tests.simulator.fleets import LENGTHS, small_fleet
-from tests.simulator.test_conservation import check, random_faults
 
 
 def one_loop(

@@ -6,18 +6,20 @@ therefore relative to a single rank: dimension 0 is always (0, 1). Between the t
 sharding of the KV heads (dimension 2) differs."""
 
 import math
-
-import jax
+from typing import TYPE_CHECKING
 
 from jdisagg.errors import LayoutError
 from jdisagg.layout.mesh_card import MeshCard
 from jdisagg.layout.reshard_plan import Box, ReshardPlan, box_of, plan_reshard
 
+if TYPE_CHECKING:  # plans need no JAX
+    import jax
+
 RANK_DIMENSION = 0
 HEAD_DIMENSION = 2
 
 
-def mesh_card(mesh: jax.sharding.Mesh) -> MeshCard:
+def mesh_card(mesh: "jax.sharding.Mesh") -> MeshCard:
     """Returns the description of a mesh with axes ("dp", "kv", "rep"). The worker adds the
     endpoints of its processes to the description."""
     dp, kv, rep = mesh.devices.shape
@@ -29,7 +31,7 @@ def mesh_card(mesh: jax.sharding.Mesh) -> MeshCard:
     )
 
 
-def placement(sharding: jax.sharding.Sharding, shape: tuple[int, ...]) -> dict[int, Box]:
+def placement(sharding: "jax.sharding.Sharding", shape: tuple[int, ...]) -> dict[int, Box]:
     """Returns, by device id, the box of an array that each device holds."""
     return {
         device.id: box_of(index, shape)
@@ -38,7 +40,7 @@ def placement(sharding: jax.sharding.Sharding, shape: tuple[int, ...]) -> dict[i
 
 
 def rank_placement(
-    sharding: jax.sharding.Sharding, shape: tuple[int, ...], rank: int
+    sharding: "jax.sharding.Sharding", shape: tuple[int, ...], rank: int
 ) -> dict[int, Box]:
     """Returns, by device id, the box that each device of one dp rank holds. Boxes are relative to
     the rank (dimension 0 becomes (0, 1)). Raises LayoutError if there is no such rank, or if a

@@ -10,7 +10,7 @@ from jdisagg.chat.messages import ChatMessage, ChatPrompt, ChatTool, ToolChoice,
 from jdisagg.errors import InvalidRequestError
 from jdisagg.request import Grammar
 from tests.chat.transcripts import read
-from tests.grammar.test_grammars import EOS, allowed, begin, ids_of, text, walk
+from tests.grammar.walks import EOS, allowed, begin, ids_of, text, walk
 
 WEATHER = {
     "type": "object",

@@ -13,7 +13,6 @@ from jdisagg.costs.cost_model import CODEC_BITS, Cost, CostModel, Kernels, wire_
 from jdisagg.costs.fitting import Errors, Observation, fit, predict, relative_errors
 from jdisagg.costs.hardware import (
     HARDWARE,
-    Accelerator,
     Efficiency,
     Link,
     accelerator,
@@ -23,14 +22,8 @@ from jdisagg.costs.hardware import (
 from jdisagg.costs.model_geometry import CostGeometry, Experts, GroupedAttention
 from jdisagg.errors import ConfigError, LayoutError
 from jdisagg.layout.axes import Layout
+from tests.costs.kinds import DENSE, IDEAL
 from tests.costs.measured_steps import eager_accelerator, measured_steps
-
-FREE = Link("free", 1e30, 0.0, 1.0)
-IDEAL = Accelerator(
-    "ideal", 100e12, 1e12, 80e9, 8, FREE, FREE, FREE,
-    Efficiency(1.0, 1.0, 1.0, 1.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 1.0),
-)  # fmt: skip
-DENSE = CostGeometry("dense", 1024, 10, 32000, GroupedAttention(16, 4, 64), 4096)
 
 
 @pytest.mark.parametrize(
@@ -243,10 +236,8 @@ def test_products_of_whole_waves_take_their_arithmetic_and_one_tile_more_takes_a
             sequence_seconds=0.0,
         ),
     )
-    smooth, waves = (
-        CostModel(shape, card),
-        CostModel(shape, card, kernels=Kernels(multiprocessors=108)),
-    )
+    smooth = CostModel(shape, card)
+    waves = CostModel(shape, card, kernels=Kernels(multiprocessors=108))
     whole, more = 27 * 128, 27 * 128 + 1
     assert smooth.prefill([(more, 0)]).compute < 1.001 * smooth.prefill([(whole, 0)]).compute
     assert waves.prefill([(more, 0)]).compute > 1.3 * waves.prefill([(whole, 0)]).compute
@@ -274,10 +265,8 @@ def test_a_token_of_latent_context_costs_each_head_two_products_with_the_latent(
 def test_a_codec_sends_packed_values_and_a_scale_for_each_head(codec: str) -> None:
     packed = {"none": 128 * 2, "int8": 128 + 4, "fp8": 128 + 4, "int4": 64 + 4}[codec]
     assert wire_bytes_per_token(geometry("llama-3-70b"), 2, codec) == 80 * 2 * 8 * packed
-    model, wire = (
-        CostModel(geometry("llama-3-70b"), accelerator("h100"), Layout(tp=8)),
-        link("infiniband-ndr"),
-    )
+    model = CostModel(geometry("llama-3-70b"), accelerator("h100"), Layout(tp=8))
+    wire = link("infiniband-ndr")
     cost = model.transfer(1000, wire, codec)
     assert cost.communication == pytest.approx(5e-6 + 1000 * 80 * 2 * 8 * packed / 45e9)
     assert (cost.memory > 0) == (codec != "none")

@@ -8,7 +8,7 @@ import pytest
 from jdisagg.costs.cost_model import CostModel
 from jdisagg.costs.model_geometry import GroupedAttention
 from jdisagg.layout.axes import Layout
-from tests.costs.test_cost_model import DENSE, IDEAL
+from tests.costs.kinds import DENSE, IDEAL
 
 
 def test_layers_of_another_size_cost_what_a_model_of_that_size_does_in_their_number() -> None:

@@ -54,10 +54,8 @@ def test_a_chunked_prompt_costs_the_sum_of_its_chunks_or_of_the_time_between_the
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.geometry.name)
 def test_prompts_of_a_column_cost_what_they_cost_one_by_one(kind: Kind) -> None:
     draw, speed = np.random.default_rng(1), Speed(kind)
-    new, cached = (
-        draw.integers(1, 9000, 200).astype(float),
-        draw.integers(0, 20000, 200).astype(float),
-    )
+    new = draw.integers(1, 9000, 200).astype(float)
+    cached = draw.integers(0, 20000, 200).astype(float)
     for chunk in (2048, 0):
         wanted = [
             speed.prefill_seconds(int(tokens), int(known), chunk)

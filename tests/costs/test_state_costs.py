@@ -9,7 +9,7 @@ from jdisagg.costs.hardware import Link
 from jdisagg.costs.kv_facts import kv_facts
 from jdisagg.costs.linear_attention import LinearAttention
 from jdisagg.layout.axes import Layout
-from tests.costs.test_cost_model import DENSE, IDEAL
+from tests.costs.kinds import DENSE, IDEAL
 
 
 def test_a_step_reads_and_writes_the_state_of_each_sequence_and_kv_of_the_other_layers() -> None:

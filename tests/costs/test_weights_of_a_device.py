@@ -14,10 +14,8 @@ from jdisagg.layout.axes import Layout
 def test_a_device_holds_whole_what_tensor_parallelism_does_not_cut() -> None:
     """By hand from the sizes: a latent's projections and routers, and one kv head where there are
     fewer than devices."""
-    latent, cut = (
-        7168 * (1536 + 512 + 64),
-        128 * (1536 * (128 + 64) + 512 * (128 + 128) + 128 * 7168),
-    )
+    latent = 7168 * (1536 + 512 + 64)
+    cut = 128 * (1536 * (128 + 64) + 512 * (128 + 128) + 128 * 7168)
     ffn = 3 * 3 * 7168 * 18432 + 58 * 3 * 7168 * 2048  # of the dense layers, and the shared experts
     routers, experts, embeddings = 58 * 7168 * 256, 58 * 3 * 7168 * 2048 * 256, 2 * 129280 * 7168
     for layout in (Layout(tp=8, ep=8), Layout(dp=4, tp=4, ep=16)):

@@ -12,6 +12,8 @@ from jdisagg.caller import Caller, KeyLimits
 from jdisagg.dispatch.client_limits import BURST_SECONDS, KeyUse, LongTexts
 from jdisagg.errors import OverloadedError, QuotaExceededError
 
+pytestmark = pytest.mark.real_time  # threads work on long texts
+
 
 def who(key: str = "k", **limits: float) -> Caller:
     return Caller(key=key, limits=KeyLimits(**limits))  # type: ignore[arg-type]

@@ -12,11 +12,10 @@ from jdisagg.request import Request
 from jdisagg.scheduler import speculation
 from jdisagg.scheduler.executor import MeshLimits
 from jdisagg.scheduler.sequences import Sequence
-from tests.dispatch.test_grammars_in_motion import requests as with_grammars
+from tests.dispatch.constrained import requests as with_grammars
 from tests.fakes.cluster import Fleet, toy_request
 from tests.fakes.fake_executor import Costs, toy_limits
 from tests.fakes.toy_model import expected_tokens
-from tests.fakes.virtual_time import run_virtually
 
 
 class RandomDrafter:
@@ -73,9 +72,7 @@ def requests(count: int) -> list[Request]:
 
 
 async def follow(fleet: Fleet, asked: list[Request]) -> None:
-    answers = await asyncio.gather(*(fleet.collect(request) for request in asked))
-    for request, answer in zip(asked, answers, strict=True):
-        fleet.check(request, answer)
+    await fleet.collect_all(asked)
 
 
 def verified(fleet: Fleet) -> tuple[int, int]:
@@ -86,49 +83,40 @@ def verified(fleet: Fleet) -> tuple[int, int]:
     return sum(mesh.accepted for mesh in meshes), sum(mesh.rejected for mesh in meshes)
 
 
-def test_a_disturbed_fleet_gives_every_stream_and_drafts_were_accepted_and_rejected() -> None:
-    async def main() -> None:
-        async with Fleet(decode=limits(300, 16), wire=True) as fleet:
-            streams = asyncio.create_task(follow(fleet, requests(6)))
-            await asyncio.sleep(0.1)
-            await fleet.decode_worker("decode0").drain(30.0)
-            await streams
-            assert fleet.path.counters["sequences_moved"] > 0
-            accepted, rejected = verified(fleet)
-            assert accepted > 50 and rejected > 50
-            counters = fleet.decode_worker("decode1").counters
-            assert 0 < counters["accepted_tokens"] < counters["drafted_tokens"]
-            await fleet.check_quiet()
-
-    run_virtually(main)
+async def test_a_disturbed_fleet_gives_every_stream_and_drafts_were_accepted_and_rejected() -> None:
+    async with Fleet(decode=limits(300, 16), wire=True) as fleet:
+        streams = asyncio.create_task(follow(fleet, requests(6)))
+        await asyncio.sleep(0.1)
+        await fleet.decode_worker("decode0").drain(30.0)
+        await streams
+        assert fleet.path.counters["sequences_moved"] > 0
+        accepted, rejected = verified(fleet)
+        assert accepted > 50 and rejected > 50
+        counters = fleet.decode_worker("decode1").counters
+        assert 0 < counters["accepted_tokens"] < counters["drafted_tokens"]
+        await fleet.check_quiet()
 
 
 @pytest.mark.parametrize(("name", "seconds"), [("decode0", 0.1), ("prefill0", 0.01)])
-def test_streams_go_on_when_a_worker_dies(name: str, seconds: float) -> None:
-    async def main() -> None:
-        costs = Costs(prefill_token=1e-3, pull=0.02)
-        async with Fleet(decode=limits(), costs=costs) as fleet:
-            streams = asyncio.create_task(follow(fleet, requests(6)))
-            await asyncio.sleep(seconds)
-            await fleet.kill(name)
-            await streams
-            counters = fleet.path.counters
-            assert counters["sources_replaced"] + counters["attempts_failed"] > 0
-            await fleet.check_quiet(settle_seconds=10.0)
-
-    run_virtually(main)
+async def test_streams_go_on_when_a_worker_dies(name: str, seconds: float) -> None:
+    costs = Costs(prefill_token=1e-3, pull=0.02)
+    async with Fleet(decode=limits(), costs=costs) as fleet:
+        streams = asyncio.create_task(follow(fleet, requests(6)))
+        await asyncio.sleep(seconds)
+        await fleet.kill(name)
+        await streams
+        counters = fleet.path.counters
+        assert counters["sources_replaced"] + counters["attempts_failed"] > 0
+        await fleet.check_quiet(settle_seconds=10.0)
 
 
-def test_too_few_pages_cut_drafts_and_change_no_stream() -> None:
-    async def main() -> None:
-        decode = limits(40, 8)
-        async with Fleet(decodes=1, decode=decode, growth_tokens=1) as fleet:
-            await follow(fleet, requests(8))
-            worker = fleet.decode_worker("decode0")
-            status = await worker.status()
-            assert status.preemptions > 0 and 0 < status.accepted_tokens < status.drafted_tokens
-            accepted, rejected = verified(fleet)
-            assert accepted > 50 and rejected > 50
-            await fleet.check_quiet()
-
-    run_virtually(main)
+async def test_too_few_pages_cut_drafts_and_change_no_stream() -> None:
+    decode = limits(40, 8)
+    async with Fleet(decodes=1, decode=decode, growth_tokens=1) as fleet:
+        await follow(fleet, requests(8))
+        worker = fleet.decode_worker("decode0")
+        status = await worker.status()
+        assert status.preemptions > 0 and 0 < status.accepted_tokens < status.drafted_tokens
+        accepted, rejected = verified(fleet)
+        assert accepted > 50 and rejected > 50
+        await fleet.check_quiet()

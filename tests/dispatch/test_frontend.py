@@ -15,6 +15,8 @@ from jdisagg.request import AcceptedChild, Resumption
 from jdisagg.timeouts import RequestTimeouts, Timeouts
 from tests.service.doors import EOS, FakePath, byte_tokenizer, make_frontend
 
+pytestmark = pytest.mark.real_time  # threads tokenize
+
 
 @pytest.fixture
 def frontend():
@@ -45,18 +47,10 @@ async def test_what_the_client_chose_is_kept(frontend) -> None:
         n=2,
         top_k=None,
     )
-    assert (request.request_id, request.deadline_seconds, request.tenant, request.priority) == (
-        "mine",
-        7.0,
-        "t",
-        3,
-    )
-    assert (
-        request.sampling.seed,
-        request.sampling.stop,
-        request.sampling.n,
-        request.sampling.top_k,
-    ) == (11, ("a",), 2, 0)
+    assert request.request_id == "mine" and request.deadline_seconds == 7.0
+    assert request.tenant == "t" and request.priority == 3
+    assert request.sampling.seed == 11 and request.sampling.stop == ("a",)
+    assert request.sampling.n == 2 and request.sampling.top_k == 0
     assert request.stop_ids == (EOS, 9)
 
 
@@ -293,9 +287,7 @@ async def test_an_id_is_waited_for_while_the_stream_of_a_client_that_left_is_clo
     await closing
 
 
-async def test_a_request_resumed_while_its_broken_stream_is_not_over_is_asked_to_try_again() -> (
-    None
-):
+async def test_a_request_resumed_while_its_broken_stream_is_not_over_is_asked_to_try_again():
     """Its client did nothing wrong: an INVALID_ARGUMENT would end the stream for good."""
     soon = Timeouts(request=RequestTimeouts(resumption_seconds=0.01))
     frontend = make_frontend(FakePath(), limits=LimitsConfig(timeouts=soon))

@@ -137,9 +137,8 @@ def test_two_processes_under_one_name_do_not_displace_each_other(
     assert membership.cards() == (first,) and not factory.closed
     clock.seconds += 0.2
     membership.register(second)
-    assert membership.cards() == (second,) and factory.closed == [1], (
-        "who is not heard of gives up its name"
-    )
+    assert membership.cards() == (second,)
+    assert factory.closed == [1], "who is not heard of gives up its name"
 
 
 def test_a_new_boot_id_replaces_the_old_process_and_its_ports_at_once(

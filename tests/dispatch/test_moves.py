@@ -13,7 +13,7 @@ from jdisagg.errors import UnavailableError
 from jdisagg.messages.ports import Child, PrefillCall
 from jdisagg.messages.step_commands import DecodeSteps, ExtractBlock, InsertBlock
 from jdisagg.request import Request
-from tests.dispatch.test_request_path_storms import mixed_requests
+from tests.dispatch.storms import mixed_requests
 from tests.fakes.cluster import Collected, Fleet, toy_request
 from tests.fakes.fake_executor import Costs, Faults, toy_limits
 from tests.fakes.fake_states import Keeps, kept_as_it_is, with_state
@@ -37,207 +37,167 @@ def long_requests(count: int) -> list[Request]:
 @pytest.mark.parametrize("keeps", [kept_as_it_is, with_state], ids=["kv", "state"])
 @pytest.mark.parametrize("wire", [False, True])
 @pytest.mark.parametrize("seconds", [0.0, 0.05, 0.2, 0.4])
-def test_a_draining_decode_worker_hands_its_sequences_on(
+async def test_a_draining_decode_worker_hands_its_sequences_on(
     seconds: float, wire: bool, keeps: Keeps
 ) -> None:
-    async def main() -> None:
-        roomy = keeps(toy_limits(pages_per_rank=200))
-        async with Fleet(wire=wire, decode=roomy, prefill=keeps(toy_limits())) as fleet:
-            streams = asyncio.create_task(fleet.collect_all(long_requests(4)))
-            await asyncio.sleep(seconds)
-            await fleet.decode_worker("decode0").drain(30.0)
-            drained_at = asyncio.get_running_loop().time()
-            assert (await fleet.decode_worker("decode0").status()).draining
-            await streams
-            moved = fleet.path.counters["sequences_moved"]
-            assert (
-                fleet.path.counters["attempts_failed"] == 0 and fleet.counted("moves_failed") == 0
-            )
-            if seconds >= 0.05:
-                there = [
-                    item
-                    for item in fleet.path.placer.status().decisions
-                    if item.decode == "decode0"
-                ]
-                assert moved == fleet.counted("sequences_moved") == len(there) > 0
-                assert asyncio.get_running_loop().time() - drained_at > 0.05, (
-                    "it did not wait for their ends"
-                )
-            await fleet.check_quiet()
-
-    run_virtually(main)
-
-
-def test_a_moving_sequence_decodes_on_until_little_is_left_to_move() -> None:
-    async def main() -> None:
-        async with Fleet(costs=Costs(pull=0.03)) as fleet:
-            request = toy_request(1, prompt_tokens=70, max_tokens=50)
-            collecting = asyncio.create_task(fleet.collect(request))
-            await asyncio.sleep(0.3)
-            mesh = fleet.processes["decode0"].mesh
-            worker = fleet.decode_worker("decode0")
-            await worker.drain(30.0)
-            log = mesh.log
-            extracts = [at for at, command in enumerate(log) if isinstance(command, ExtractBlock)]
-            steps = [at for at, command in enumerate(log) if isinstance(command, DecodeSteps)]
-            during = [at for at in steps if extracts[0] < at < extracts[-1]]
-            assert len(during) >= 3, "it goes on while the full pages move"
-            tail = [
-                command
-                for command in log
-                if isinstance(command, ExtractBlock) and command.start >= 70
+    roomy = keeps(toy_limits(pages_per_rank=200))
+    async with Fleet(wire=wire, decode=roomy, prefill=keeps(toy_limits())) as fleet:
+        streams = asyncio.create_task(fleet.collect_all(long_requests(4)))
+        await asyncio.sleep(seconds)
+        await fleet.decode_worker("decode0").drain(30.0)
+        drained_at = asyncio.get_running_loop().time()
+        assert (await fleet.decode_worker("decode0").status()).draining
+        await streams
+        moved = fleet.path.counters["sequences_moved"]
+        assert fleet.path.counters["attempts_failed"] == 0 and fleet.counted("moves_failed") == 0
+        if seconds >= 0.05:
+            there = [
+                item for item in fleet.path.placer.status().decisions if item.decode == "decode0"
             ]
-            assert tail and not [at for at in steps if at > extracts[-1]]
-            fleet.check(request, await collecting)
-            assert fleet.path.counters["sequences_moved"] == 1
-            await fleet.check_quiet()
-
-    run_virtually(main)
-
-
-def test_a_sequence_that_has_outgrown_its_new_reservation_gets_more_pages_there() -> None:
-    async def main() -> None:
-        async with Fleet(growth_tokens=1, costs=Costs(pull=0.06)) as fleet:
-            request = toy_request(1, prompt_tokens=30, max_tokens=90)
-            collecting = asyncio.create_task(fleet.collect(request))
-            await asyncio.sleep(0.3)
-            await fleet.decode_worker("decode0").drain(30.0)
-            fleet.check(request, await collecting)
-            assert fleet.path.counters["sequences_moved"] == 1
-            await fleet.check_quiet()
-
-    run_virtually(main)
-
-
-def test_without_another_decode_worker_a_drain_waits_for_the_ends_within_its_deadline() -> None:
-    async def main() -> None:
-        async with Fleet(decodes=1, limits=LimitsConfig(max_attempts=1)) as fleet:
-            short, long = (
-                toy_request(1, max_tokens=20),
-                toy_request(2, max_tokens=120, prompt_tokens=3),
+            assert moved == fleet.counted("sequences_moved") == len(there) > 0
+            assert asyncio.get_running_loop().time() - drained_at > 0.05, (
+                "it did not wait for their ends"
             )
-            streams = [asyncio.create_task(fleet.collect(request)) for request in (short, long)]
-            await asyncio.sleep(0.05)
-            worker = fleet.decode_worker("decode0")
-            await worker.drain(0.6)
-            fleet.check(short, await streams[0])
-            with pytest.raises(UnavailableError):
-                await streams[1]
-            assert (
-                worker.counters["drains_cut_short"] == 1 and fleet.counted("sequences_moved") == 0
-            )
-            await fleet.check_quiet(settle_seconds=40)
-
-    run_virtually(main)
+        await fleet.check_quiet()
 
 
-def test_a_draining_prefill_worker_waits_until_its_offers_are_fetched_within_its_deadline() -> None:
-    async def main() -> None:
-        async with Fleet(costs=Costs(pull=0.2)) as fleet:
-            requests = long_requests(4)
-            streams = asyncio.create_task(fleet.collect_all(requests))
-            await asyncio.sleep(0.05)
-            worker = fleet.processes["prefill0"].worker
-            await worker.drain(30.0)
-            assert (await worker.status()).handoffs == 0
-            with pytest.raises(UnavailableError, match="draining"):
-                await worker.prefill(  # type: ignore[union-attr]
-                    PrefillCall(toy_request(9), 1, (Child(0),), 5, "decode0", 0, 10.0)
-                )  # type: ignore[union-attr]
-            await streams
-            assert (
-                fleet.path.counters["attempts_failed"]
-                == fleet.path.counters["sources_replaced"]
-                == 0
-            )
-            await fleet.check_quiet()
-        async with Fleet(costs=Costs(pull=0.2, prefill_token=1e-3)) as fleet:
-            streams = asyncio.create_task(fleet.collect_all(long_requests(4)))
-            await asyncio.sleep(0.02)
-            worker = fleet.processes["prefill0"].worker
-            await worker.drain(0.01)
-            assert worker.counters["drains_cut_short"] == 1
-            await streams
-            assert fleet.path.counters["sources_replaced"] > 0
-            await fleet.check_quiet()
+async def test_a_moving_sequence_decodes_on_until_little_is_left_to_move() -> None:
+    async with Fleet(costs=Costs(pull=0.03)) as fleet:
+        request = toy_request(1, prompt_tokens=70, max_tokens=50)
+        collecting = asyncio.create_task(fleet.collect(request))
+        await asyncio.sleep(0.3)
+        mesh = fleet.processes["decode0"].mesh
+        worker = fleet.decode_worker("decode0")
+        await worker.drain(30.0)
+        log = mesh.log
+        extracts = [at for at, command in enumerate(log) if isinstance(command, ExtractBlock)]
+        steps = [at for at, command in enumerate(log) if isinstance(command, DecodeSteps)]
+        during = [at for at in steps if extracts[0] < at < extracts[-1]]
+        assert len(during) >= 3, "it goes on while the full pages move"
+        tail = [
+            command for command in log if isinstance(command, ExtractBlock) and command.start >= 70
+        ]
+        assert tail and not [at for at in steps if at > extracts[-1]]
+        fleet.check(request, await collecting)
+        assert fleet.path.counters["sequences_moved"] == 1
+        await fleet.check_quiet()
 
-    run_virtually(main)
+
+async def test_a_sequence_that_has_outgrown_its_new_reservation_gets_more_pages_there() -> None:
+    async with Fleet(growth_tokens=1, costs=Costs(pull=0.06)) as fleet:
+        request = toy_request(1, prompt_tokens=30, max_tokens=90)
+        collecting = asyncio.create_task(fleet.collect(request))
+        await asyncio.sleep(0.3)
+        await fleet.decode_worker("decode0").drain(30.0)
+        fleet.check(request, await collecting)
+        assert fleet.path.counters["sequences_moved"] == 1
+        await fleet.check_quiet()
+
+
+async def test_without_another_decode_worker_a_drain_waits_for_the_ends_within_its_deadline():
+    async with Fleet(decodes=1, limits=LimitsConfig(max_attempts=1)) as fleet:
+        short = toy_request(1, max_tokens=20)
+        long = toy_request(2, max_tokens=120, prompt_tokens=3)
+        streams = [asyncio.create_task(fleet.collect(request)) for request in (short, long)]
+        await asyncio.sleep(0.05)
+        worker = fleet.decode_worker("decode0")
+        await worker.drain(0.6)
+        fleet.check(short, await streams[0])
+        with pytest.raises(UnavailableError):
+            await streams[1]
+        assert worker.counters["drains_cut_short"] == 1 and fleet.counted("sequences_moved") == 0
+        await fleet.check_quiet(settle_seconds=40)
+
+
+async def test_a_draining_prefill_worker_waits_until_its_offers_are_fetched_within_its_deadline():
+    async with Fleet(costs=Costs(pull=0.2)) as fleet:
+        requests = long_requests(4)
+        streams = asyncio.create_task(fleet.collect_all(requests))
+        await asyncio.sleep(0.05)
+        worker = fleet.processes["prefill0"].worker
+        await worker.drain(30.0)
+        assert (await worker.status()).handoffs == 0
+        with pytest.raises(UnavailableError, match="draining"):
+            await worker.prefill(  # type: ignore[union-attr]
+                PrefillCall(toy_request(9), 1, (Child(0),), 5, "decode0", 0, 10.0)
+            )  # type: ignore[union-attr]
+        await streams
+        assert (
+            fleet.path.counters["attempts_failed"] == fleet.path.counters["sources_replaced"] == 0
+        )
+        await fleet.check_quiet()
+    async with Fleet(costs=Costs(pull=0.2, prefill_token=1e-3)) as fleet:
+        streams = asyncio.create_task(fleet.collect_all(long_requests(4)))
+        await asyncio.sleep(0.02)
+        worker = fleet.processes["prefill0"].worker
+        await worker.drain(0.01)
+        assert worker.counters["drains_cut_short"] == 1
+        await streams
+        assert fleet.path.counters["sources_replaced"] > 0
+        await fleet.check_quiet()
 
 
 @pytest.mark.parametrize("name", ["decode0", "decode1"])
 @pytest.mark.parametrize("after", [0.001, 0.02, 0.04, 0.06, 0.08, 0.1, 0.12])
-def test_a_death_on_either_side_of_a_move_breaks_no_stream(name: str, after: float) -> None:
-    async def main() -> None:
-        async with Fleet(decodes=3, costs=Costs(pull=0.02)) as fleet:
-            streams = asyncio.create_task(fleet.collect_all(long_requests(6)))
-            await asyncio.sleep(0.3)
-            draining = asyncio.create_task(fleet.decode_worker("decode0").drain(30.0))
-            await asyncio.sleep(after)
-            assert fleet.counted("moves_begun") > 0
-            await fleet.kill(name)
-            await streams
-            await draining
-            await fleet.check_quiet(settle_seconds=40)
-
-    run_virtually(main)
+async def test_a_death_on_either_side_of_a_move_breaks_no_stream(name: str, after: float) -> None:
+    async with Fleet(decodes=3, costs=Costs(pull=0.02)) as fleet:
+        streams = asyncio.create_task(fleet.collect_all(long_requests(6)))
+        await asyncio.sleep(0.3)
+        draining = asyncio.create_task(fleet.decode_worker("decode0").drain(30.0))
+        await asyncio.sleep(after)
+        assert fleet.counted("moves_begun") > 0
+        await fleet.kill(name)
+        await streams
+        await draining
+        await fleet.check_quiet(settle_seconds=40)
 
 
-def test_a_sequence_that_is_frozen_for_a_worker_that_died_goes_on_soon() -> None:
-    async def main() -> None:
-        async with Fleet(costs=Costs(pull=0.05)) as fleet:
-            request = toy_request(1, prompt_tokens=50, max_tokens=60)
-            loop, times = asyncio.get_running_loop(), list[float]()
+async def test_a_sequence_that_is_frozen_for_a_worker_that_died_goes_on_soon() -> None:
+    async with Fleet(costs=Costs(pull=0.05)) as fleet:
+        request = toy_request(1, prompt_tokens=50, max_tokens=60)
+        loop, times = asyncio.get_running_loop(), list[float]()
 
-            async def collect() -> Collected:
-                collected = Collected()
-                async for event in fleet.path.stream(request):
-                    collected.add(event)
-                    times.append(loop.time())
-                return collected
+        async def collect() -> Collected:
+            collected = Collected()
+            async for event in fleet.path.stream(request):
+                collected.add(event)
+                times.append(loop.time())
+            return collected
 
-            collecting = asyncio.create_task(collect())
-            await asyncio.sleep(0.4)
-            worker = fleet.decode_worker("decode0")
-            assert any(worker.migrate_out(key) for key in range(100))
-            while not any(
-                child.frozen for group in worker._state.groups.values() for child in group.alive
-            ):
-                await asyncio.sleep(0.001)
-            await asyncio.sleep(0.02)
-            await fleet.kill("decode1")
-            fleet.check(request, await collecting)
-            assert (
-                worker.counters["moves_failed"] == 1 and fleet.path.counters["attempts_failed"] == 0
-            )
-            assert max(after - before for before, after in pairwise(times)) < 10.0
-            await fleet.check_quiet()
-
-    run_virtually(main)
+        collecting = asyncio.create_task(collect())
+        await asyncio.sleep(0.4)
+        worker = fleet.decode_worker("decode0")
+        assert any(worker.migrate_out(key) for key in range(100))
+        while not any(
+            child.frozen for group in worker._state.groups.values() for child in group.alive
+        ):
+            await asyncio.sleep(0.001)
+        await asyncio.sleep(0.02)
+        await fleet.kill("decode1")
+        fleet.check(request, await collecting)
+        assert worker.counters["moves_failed"] == 1 and fleet.path.counters["attempts_failed"] == 0
+        assert max(after - before for before, after in pairwise(times)) < 10.0
+        await fleet.check_quiet()
 
 
 @pytest.mark.parametrize("kind", ["lost", "garble", "stall"])
-def test_a_move_that_cannot_transfer_leaves_the_sequence_where_it_is(kind: str) -> None:
-    async def main() -> None:
-        bad = [False]
-        faults = Faults(pull_error=lambda _: kind if bad[0] else "")
-        async with Fleet(faults=lambda name: faults) as fleet:
-            requests = [
-                toy_request(number, prompt_tokens=20, max_tokens=100) for number in range(2)
-            ]
-            streams = asyncio.create_task(fleet.collect_all(requests))
-            await asyncio.sleep(0.2)
-            bad[0] = True
-            worker = fleet.decode_worker("decode0")
-            key = next(key for key in range(100) if worker.migrate_out(key))
-            assert not worker.migrate_out(key), "it is on its way already"
-            await streams
-            assert fleet.counted("moves_begun") == 1 and fleet.counted("sequences_moved") == 0
-            if kind != "stall":  # which lasts longer than the sequence
-                assert fleet.counted("moves_failed") == fleet.path.counters["moves_failed"] == 1
-            assert fleet.path.counters["attempts_failed"] == 0
-            await fleet.check_quiet(settle_seconds=40)
-
-    run_virtually(main)
+async def test_a_move_that_cannot_transfer_leaves_the_sequence_where_it_is(kind: str) -> None:
+    bad = [False]
+    faults = Faults(pull_error=lambda _: kind if bad[0] else "")
+    async with Fleet(faults=lambda name: faults) as fleet:
+        requests = [toy_request(number, prompt_tokens=20, max_tokens=100) for number in range(2)]
+        streams = asyncio.create_task(fleet.collect_all(requests))
+        await asyncio.sleep(0.2)
+        bad[0] = True
+        worker = fleet.decode_worker("decode0")
+        key = next(key for key in range(100) if worker.migrate_out(key))
+        assert not worker.migrate_out(key), "it is on its way already"
+        await streams
+        assert fleet.counted("moves_begun") == 1 and fleet.counted("sequences_moved") == 0
+        if kind != "stall":  # which lasts longer than the sequence
+            assert fleet.counted("moves_failed") == fleet.path.counters["moves_failed"] == 1
+        assert fleet.path.counters["attempts_failed"] == 0
+        await fleet.check_quiet(settle_seconds=40)
 
 
 @pytest.mark.ci
@@ -301,21 +261,18 @@ def test_moves_at_any_moment_and_a_death_among_them_change_no_token(
     run_virtually(main)
 
 
-def test_a_new_workers_inserts_come_before_its_first_step_of_a_moved_sequence() -> None:
-    async def main() -> None:
-        async with Fleet() as fleet:
-            collecting = asyncio.create_task(
-                fleet.collect(toy_request(1, prompt_tokens=30, max_tokens=60))
-            )
-            await asyncio.sleep(0.2)
-            await fleet.decode_worker("decode0").drain(30.0)
-            await collecting
-            kinds = [
-                type(command)
-                for command in fleet.processes["decode1"].mesh.log
-                if isinstance(command, InsertBlock | DecodeSteps)
-            ]
-            assert kinds == sorted(kinds, key=lambda kind: kind is DecodeSteps)
-            await fleet.check_quiet()
-
-    run_virtually(main)
+async def test_a_new_workers_inserts_come_before_its_first_step_of_a_moved_sequence() -> None:
+    async with Fleet() as fleet:
+        collecting = asyncio.create_task(
+            fleet.collect(toy_request(1, prompt_tokens=30, max_tokens=60))
+        )
+        await asyncio.sleep(0.2)
+        await fleet.decode_worker("decode0").drain(30.0)
+        await collecting
+        kinds = [
+            type(command)
+            for command in fleet.processes["decode1"].mesh.log
+            if isinstance(command, InsertBlock | DecodeSteps)
+        ]
+        assert kinds == sorted(kinds, key=lambda kind: kind is DecodeSteps)
+        await fleet.check_quiet()

@@ -11,318 +11,220 @@ import pytest
 
 from jdisagg.config import RoutingConfig
 from jdisagg.costs.measured import StepTimes
-from jdisagg.dispatch.placer import PlacementHandle, PlacementRequest, Placer, PlacerSettings
-from jdisagg.dispatch.router_events import NO_ROUTER_EVENTS, NoRouterEvents, RouterEvents
+from jdisagg.dispatch.placer import Placer, PlacerSettings
+from jdisagg.dispatch.router_events import NoRouterEvents
 from jdisagg.errors import NoWorkerError, OverloadedError
 from jdisagg.messages.kept_blocks import TOLD_BYTES, KeptNews, KeptScheme
-from jdisagg.messages.ports import Child
-from jdisagg.request import Request, SamplingParams
-from jdisagg.router.accounts import Accounts
+from jdisagg.request import Request
 from jdisagg.router.breaker import FAILURES
-from jdisagg.router.cluster_state import OWN, ClusterState, Description
+from jdisagg.router.cluster_state import Description
 from jdisagg.router.known_blocks import KnownBlocks
 from jdisagg.scheduler.residency import BlockNames
-from jdisagg.telemetry import Counters
 from jdisagg.timeouts import DEFAULT_TIMEOUTS
-from tests.fakes.virtual_time import VirtualClock, run_virtually
+from tests.dispatch.desk import LOOK_SECONDS, Desk
 from tests.router.fleets import H100, decode_status, prefill_status
 
-LOOK_SECONDS = DEFAULT_TIMEOUTS.request.queue_look_seconds
 FIRST_SECONDS = DEFAULT_TIMEOUTS.request.breaker.first_seconds
 
 
-class Desk:
-    """A placer over workers that say what the test makes them say."""
-
-    def __init__(
-        self,
-        routing: RoutingConfig | None = None,
-        decodes: int = 1,
-        events: RouterEvents = NO_ROUTER_EVENTS,
-        affinity: KnownBlocks | None = None,
-    ) -> None:
-        self.clock, self.counters = VirtualClock(), Counters()
-        self.accounts = Accounts(ClusterState())
-        settings = PlacerSettings(routing or RoutingConfig(), affinity=affinity, events=events)
-        self.placer = Placer(self.accounts, settings, self.clock, self.counters)
-        for status in (
-            prefill_status("p0"),
-            *(decode_status(f"d{number}") for number in range(decodes)),
-        ):
-            self.accounts.state.describe(status.name, Description("r", H100))
-            self.accounts.heard(status, self.clock.now())
-
-    def fill(self) -> None:
-        self.accounts.heard(decode_status("d0", (200,), (60000,), free=(0,)), self.clock.now())
-
-    def free(self) -> None:
-        self.accounts.heard(decode_status("d0"), self.clock.now())
-
-    async def keep_alive(self) -> None:
-        while True:
-            await asyncio.sleep(0.5)
-            for status in self.accounts.state.statuses():
-                self.accounts.heard(status, self.clock.now())
-
-    def seek(
-        self, number: int = 0, tenant: str = "", seconds: float = 60.0, **other: object
-    ) -> PlacementRequest:
-        request = Request(
-            f"r{number}", tuple(range(100)), SamplingParams(max_tokens=50), tenant=tenant
-        )
-        now = self.clock.now()
-        return replace(PlacementRequest(request, (Child(0),), now, now + seconds), **other)  # type: ignore[arg-type]
-
-    async def place(self, *args: object, **kwargs: object) -> PlacementHandle:
-        return await self.placer.place(self.seek(*args, **kwargs))  # type: ignore[arg-type]
-
-    def owes(self) -> float:
-        return sum(float(self.accounts.state.table[column].sum()) for column in OWN)
+async def test_what_is_held_goes_as_soon_as_a_worker_says_that_it_has_room() -> None:
+    desk = Desk()
+    desk.fill()
+    waiting = asyncio.create_task(desk.place())
+    await asyncio.sleep(0.3)
+    assert not waiting.done() and desk.placer.waiting == 1
+    passing = await desk.place(1, under_way=True)
+    assert passing.decision.decode == "d0", "what was let in does not wait again"
+    desk.free()
+    placement = await asyncio.wait_for(waiting, 0.02)
+    assert (placement.decision.prefill, placement.decision.decode) == ("p0", "d0")
+    for placed in (placement, passing):
+        placed.prefill_sent()
+        placed.prefilled()
+        placed.end()
+    assert desk.owes() == 0 and desk.placer.waiting == 0
 
 
-def test_what_is_held_goes_as_soon_as_a_worker_says_that_it_has_room() -> None:
-    async def main() -> None:
-        desk = Desk()
-        desk.fill()
-        waiting = asyncio.create_task(desk.place())
-        await asyncio.sleep(0.3)
-        assert not waiting.done() and desk.placer.waiting == 1
-        passing = await desk.place(1, under_way=True)
-        assert passing.decision.decode == "d0", "what was let in does not wait again"
-        desk.free()
-        placement = await asyncio.wait_for(waiting, 0.02)
-        assert (placement.decision.prefill, placement.decision.decode) == ("p0", "d0")
-        for placed in (placement, passing):
-            placed.prefill_sent()
-            placed.prefilled()
-            placed.end()
-        assert desk.owes() == 0 and desk.placer.waiting == 0
-
-    run_virtually(main)
+async def test_who_waits_may_leave_and_nothing_of_it_stays() -> None:
+    desk = Desk()
+    desk.fill()
+    beating = asyncio.create_task(desk.keep_alive())
+    waiting = [asyncio.create_task(desk.place(number)) for number in range(5)]
+    await asyncio.sleep(0.5)
+    for task in waiting[:4]:
+        task.cancel()
+    await asyncio.gather(*waiting[:4], return_exceptions=True)
+    assert desk.placer.waiting == 1 and desk.owes() == 0
+    desk.free()
+    waiting[4].cancel()  # at the very moment at which it would be placed
+    await asyncio.gather(*waiting, return_exceptions=True)
+    await asyncio.sleep(1.0)
+    assert desk.placer.waiting == 0 and desk.owes() == 0
+    beating.cancel()
 
 
-def test_who_waits_may_leave_and_nothing_of_it_stays() -> None:
-    async def main() -> None:
-        desk = Desk()
-        desk.fill()
-        beating = asyncio.create_task(desk.keep_alive())
-        waiting = [asyncio.create_task(desk.place(number)) for number in range(5)]
-        await asyncio.sleep(0.5)
-        for task in waiting[:4]:
-            task.cancel()
-        await asyncio.gather(*waiting[:4], return_exceptions=True)
-        assert desk.placer.waiting == 1 and desk.owes() == 0
-        desk.free()
-        waiting[4].cancel()  # at the very moment at which it would be placed
-        await asyncio.gather(*waiting, return_exceptions=True)
-        await asyncio.sleep(1.0)
-        assert desk.placer.waiting == 0 and desk.owes() == 0
-        beating.cancel()
-
-    run_virtually(main)
+async def test_who_can_no_longer_come_in_time_is_refused_when_its_turn_comes() -> None:
+    desk = Desk(RoutingConfig(ttft_slo_seconds=2.0))
+    desk.accounts.heard(decode_status("d0", (200,), (60000,), free=(0,)), 0.0)
+    beating = asyncio.create_task(desk.keep_alive())
+    began = desk.clock.now()
+    with pytest.raises(OverloadedError, match="2 s is the limit"):
+        await desk.place()
+    assert desk.clock.now() - began <= 2.0 + 2 * LOOK_SECONDS, "as soon as that is known"
+    assert desk.counters["rejections"] == 1 and desk.owes() == 0
+    past = desk.placer.status().decisions[0]
+    assert past.kind == "refused: ttft" and "limit" in past.reason and past.decode == ""
+    beating.cancel()
 
 
-def test_who_can_no_longer_come_in_time_is_refused_when_its_turn_comes() -> None:
-    async def main() -> None:
-        desk = Desk(RoutingConfig(ttft_slo_seconds=2.0))
-        desk.accounts.heard(decode_status("d0", (200,), (60000,), free=(0,)), 0.0)
-        beating = asyncio.create_task(desk.keep_alive())
-        began = desk.clock.now()
-        with pytest.raises(OverloadedError, match="2 s is the limit"):
-            await desk.place()
-        assert desk.clock.now() - began <= 2.0 + 2 * LOOK_SECONDS, "as soon as that is known"
-        assert desk.counters["rejections"] == 1 and desk.owes() == 0
-        past = desk.placer.status().decisions[0]
-        assert past.kind == "refused: ttft" and "limit" in past.reason and past.decode == ""
-        beating.cancel()
+async def test_a_worker_that_fails_in_a_row_is_left_alone_for_a_while_and_heals() -> None:
+    desk = Desk(decodes=2)
+    beating = asyncio.create_task(desk.keep_alive())
 
-    run_virtually(main)
+    async def attempt(fails: bool) -> str:
+        placement = await desk.place()
+        decode = placement.decision.decode
+        if not fails:
+            placement.prefilled()
+        placement.end([decode] if fails else [])
+        return decode
 
-
-def test_a_worker_that_fails_in_a_row_is_left_alone_for_a_while_and_heals() -> None:
-    async def main() -> None:
-        desk = Desk(decodes=2)
-        beating = asyncio.create_task(desk.keep_alive())
-
-        async def attempt(fails: bool) -> str:
-            placement = await desk.place()
-            decode = placement.decision.decode
-            if not fails:
-                placement.prefilled()
-            placement.end([decode] if fails else [])
-            return decode
-
-        assert [await attempt(True) for _ in range(FAILURES)] == ["d0"] * FAILURES, (
-            "the first of two alike"
-        )
-        assert {await attempt(False) for _ in range(5)} == {"d1"}
-        assert desk.placer.status().accounts[1].barred_seconds > 0
-        await asyncio.sleep(FIRST_SECONDS)
-        probe = await desk.place()
-        assert probe.decision.decode == "d0"
-        assert (await desk.place()).decision.decode == "d1", "one probe at a time"
-        probe.prefilled()
-        probe.end()
-        assert await attempt(False) == "d0"
-        beating.cancel()
-
-    run_virtually(main)
+    assert [await attempt(True) for _ in range(FAILURES)] == ["d0"] * FAILURES, (
+        "the first of two alike"
+    )
+    assert {await attempt(False) for _ in range(5)} == {"d1"}
+    assert desk.placer.status().accounts[1].barred_seconds > 0
+    await asyncio.sleep(FIRST_SECONDS)
+    probe = await desk.place()
+    assert probe.decision.decode == "d0"
+    assert (await desk.place()).decision.decode == "d1", "one probe at a time"
+    probe.prefilled()
+    probe.end()
+    assert await attempt(False) == "d0"
+    beating.cancel()
 
 
-def test_the_end_of_a_long_answer_lets_nobody_back_who_has_failed_since() -> None:
-    async def main() -> None:
-        desk = Desk(decodes=2)
-        long = await desk.place()
-        worker = long.decision.decode
-        long.prefilled()
-        long.worked([worker])
-        for _ in range(FAILURES):
-            desk.placer.failed(worker)
-        long.end()
-        barred = {
-            account.worker
-            for account in desk.placer.status().accounts
-            if account.barred_seconds > 0
-        }
-        assert barred == {worker}
-
-    run_virtually(main)
+async def test_the_end_of_a_long_answer_lets_nobody_back_who_has_failed_since() -> None:
+    desk = Desk(decodes=2)
+    long = await desk.place()
+    worker = long.decision.decode
+    long.prefilled()
+    long.worked([worker])
+    for _ in range(FAILURES):
+        desk.placer.failed(worker)
+    long.end()
+    barred = {
+        account.worker for account in desk.placer.status().accounts if account.barred_seconds > 0
+    }
+    assert barred == {worker}
 
 
 @pytest.mark.parametrize(("measured", "told"), [(False, "assumed"), (True, "learned")])
-def test_only_outcomes_of_measured_times_correct_the_predictions_of_all(
+async def test_only_outcomes_of_measured_times_correct_the_predictions_of_all(
     measured: bool, told: str
 ) -> None:
     steps = ((1, 1, 0.01), (8, 1, 0.012))
     times = StepTimes((512,), ((512, 0, 0.05),), (1, 8), steps) if measured else None
     described = Description("r", replace(H100, hardware=None))
-
-    async def main() -> None:
-        desk = Desk()
-        for status in (prefill_status("p0"), decode_status("d0")):
-            desk.accounts.state.describe(status.name, described)
-            desk.accounts.heard(msgspec.structs.replace(status, times=times), desk.clock.now())
-        for number in range(30):
-            placement = await desk.place(number)
-            placement.measured_ttft(5.0)
-            placement.end()
-        assert {account.prices for account in desk.placer.status().accounts} == {told}
-
-    run_virtually(main)
+    desk = Desk()
+    for status in (prefill_status("p0"), decode_status("d0")):
+        desk.accounts.state.describe(status.name, described)
+        desk.accounts.heard(msgspec.structs.replace(status, times=times), desk.clock.now())
+    for number in range(30):
+        placement = await desk.place(number)
+        placement.measured_ttft(5.0)
+        placement.end()
+    assert {account.prices for account in desk.placer.status().accounts} == {told}
 
 
-def test_what_was_predicted_is_held_against_what_came() -> None:
-    async def main() -> None:
-        told: list[tuple[str, float, float]] = []
+async def test_what_was_predicted_is_held_against_what_came() -> None:
+    told: list[tuple[str, float, float]] = []
 
-        class Told(NoRouterEvents):
-            def measured(self, what: str, predicted: float, actual: float) -> None:
-                told.append((what, predicted, actual))
+    class Told(NoRouterEvents):
+        def measured(self, what: str, predicted: float, actual: float) -> None:
+            told.append((what, predicted, actual))
 
-        desk = Desk(events=Told())
-        asked = desk.seek()
-        placement = await desk.placer.place(asked)
-        placement.measured_ttft(0.5)
-        placement.measured_tpot(0.02)
-        past = desk.placer.status().decisions[0]
-        assert past.request_id == asked.request.request_id != ""
-        assert told == [
-            ("ttft", past.predicted_ttft_seconds, 0.5),
-            ("tpot", past.predicted_step_seconds, 0.02),
-        ]
-        assert (past.ttft_seconds, past.tpot_seconds, past.prompt_tokens, past.decode) == (
-            0.5,
-            0.02,
-            100,
-            "d0",
-        )
-
-    run_virtually(main)
+    desk = Desk(events=Told())
+    asked = desk.seek()
+    placement = await desk.placer.place(asked)
+    placement.measured_ttft(0.5)
+    placement.measured_tpot(0.02)
+    past = desk.placer.status().decisions[0]
+    assert past.request_id == asked.request.request_id != ""
+    assert told == [
+        ("ttft", past.predicted_ttft_seconds, 0.5),
+        ("tpot", past.predicted_step_seconds, 0.02),
+    ]
+    assert past.ttft_seconds == 0.5 and past.tpot_seconds == 0.02 and past.prompt_tokens == 100
+    assert past.decode == "d0"
 
 
-def test_a_quota_is_kept_by_nobody_who_was_not_placed() -> None:
+async def test_a_quota_is_kept_by_nobody_who_was_not_placed() -> None:
     """A request costs 200: the burst is enough for one."""
-
-    async def main() -> None:
-        desk = Desk(
-            RoutingConfig(tenant_quotas="t=20", quota_burst_seconds=10.0, ttft_slo_seconds=2.0)
-        )
-        desk.fill()
-        waiting = asyncio.create_task(desk.place(tenant="t"))
-        await asyncio.sleep(0.3)
-        waiting.cancel()
-        await asyncio.gather(waiting, return_exceptions=True)
-        desk.accounts.forget("d0")
-        with pytest.raises(NoWorkerError):
-            await desk.place(tenant="t")
-        desk.accounts.heard(prefill_status("p0"), desk.clock.now())
-        desk.free()
+    desk = Desk(RoutingConfig(tenant_quotas="t=20", quota_burst_seconds=10.0, ttft_slo_seconds=2.0))
+    desk.fill()
+    waiting = asyncio.create_task(desk.place(tenant="t"))
+    await asyncio.sleep(0.3)
+    waiting.cancel()
+    await asyncio.gather(waiting, return_exceptions=True)
+    desk.accounts.forget("d0")
+    with pytest.raises(NoWorkerError):
         await desk.place(tenant="t")
-        with pytest.raises(OverloadedError, match="used up"):
-            await desk.place(tenant="t")
-
-    run_virtually(main)
-
-
-def test_while_requests_wait_workers_are_asked_now_and_then_and_not_for_having_answered() -> None:
-    async def main() -> None:
-        desk, asked = Desk(), 0
-        desk.fill()
-
-        async def ask_workers() -> None:
-            nonlocal asked
-            asked += 1
-            for status in desk.accounts.state.statuses():
-                desk.accounts.heard(status, desk.clock.now())
-
-        placer = Placer(
-            desk.accounts, PlacerSettings(), desk.clock, desk.counters, refresh=ask_workers
-        )
-        waiting = asyncio.create_task(placer.place(desk.seek()))
-        await asyncio.sleep(20 * LOOK_SECONDS)
-        assert 10 <= asked <= 23 and placer.waiting == 1
-        desk.free()
-        assert (await waiting).decision.decode == "d0"
-
-    run_virtually(main)
+    desk.accounts.heard(prefill_status("p0"), desk.clock.now())
+    desk.free()
+    await desk.place(tenant="t")
+    with pytest.raises(OverloadedError, match="used up"):
+        await desk.place(tenant="t")
 
 
-def test_breakers_of_processes_that_left_are_not_kept() -> None:
-    async def main() -> None:
-        desk = Desk(decodes=3)
-        for worker in ("d0", "d1"):
-            desk.placer.failed(worker)
-            desk.accounts.forget(worker)
-        desk.placer.failed("d1")
-        desk.placer.failed("d2")
-        assert list(vars(desk.placer)["_breakers"]) == ["d2"]
+async def test_while_requests_wait_workers_are_asked_now_and_then_and_not_for_having_answered():
+    desk, asked = Desk(), 0
+    desk.fill()
 
-    run_virtually(main)
+    async def ask_workers() -> None:
+        nonlocal asked
+        asked += 1
+        for status in desk.accounts.state.statuses():
+            desk.accounts.heard(status, desk.clock.now())
+
+    placer = Placer(desk.accounts, PlacerSettings(), desk.clock, desk.counters, refresh=ask_workers)
+    waiting = asyncio.create_task(placer.place(desk.seek()))
+    await asyncio.sleep(20 * LOOK_SECONDS)
+    assert 10 <= asked <= 23 and placer.waiting == 1
+    desk.free()
+    assert (await waiting).decision.decode == "d0"
 
 
-def test_a_prompt_is_hashed_once_however_often_it_is_looked_at() -> None:
-    async def main() -> None:
-        hashed = list[str]()
+async def test_breakers_of_processes_that_left_are_not_kept() -> None:
+    desk = Desk(decodes=3)
+    for worker in ("d0", "d1"):
+        desk.placer.failed(worker)
+        desk.accounts.forget(worker)
+    desk.placer.failed("d1")
+    desk.placer.failed("d2")
+    assert list(vars(desk.placer)["_breakers"]) == ["d2"]
 
-        class CountingNames(BlockNames):
-            def chain(self, request: Request, *others: Any) -> Sequence[bytes]:
-                hashed.append(request.request_id)
-                return super().chain(request, *others)
 
-        known = KnownBlocks(b"secret", names=CountingNames)
-        known.joined("p0", KeptScheme("model", 16, 16))
-        desk = Desk(affinity=known)
-        desk.fill()
-        beating = asyncio.create_task(desk.keep_alive())
-        waiting = asyncio.create_task(desk.place())
-        await asyncio.sleep(20 * LOOK_SECONDS)
-        # the index is read again each time
-        prompt = desk.seek().request
-        chain = BlockNames(b"secret", "model", 16).chain(prompt, prompt.prompt_token_ids, 16)
-        told = b"".join(name[:TOLD_BYTES] for name in chain)
-        known.told(KeptNews("p0", 1, 0, told, whole=True))
-        desk.free()
-        assert (await waiting).decision.cached_tokens == 96 and hashed == ["r0"]
-        beating.cancel()
+async def test_a_prompt_is_hashed_once_however_often_it_is_looked_at() -> None:
+    hashed = list[str]()
 
-    run_virtually(main)
+    class CountingNames(BlockNames):
+        def chain(self, request: Request, *others: Any) -> Sequence[bytes]:
+            hashed.append(request.request_id)
+            return super().chain(request, *others)
+
+    known = KnownBlocks(b"secret", names=CountingNames)
+    known.joined("p0", KeptScheme("model", 16, 16))
+    desk = Desk(affinity=known)
+    desk.fill()
+    beating = asyncio.create_task(desk.keep_alive())
+    waiting = asyncio.create_task(desk.place())
+    await asyncio.sleep(20 * LOOK_SECONDS)
+    # the index is read again each time
+    prompt = desk.seek().request
+    chain = BlockNames(b"secret", "model", 16).chain(prompt, prompt.prompt_token_ids, 16)
+    told = b"".join(name[:TOLD_BYTES] for name in chain)
+    known.told(KeptNews("p0", 1, 0, told, whole=True))
+    desk.free()
+    assert (await waiting).decision.cached_tokens == 96 and hashed == ["r0"]
+    beating.cancel()

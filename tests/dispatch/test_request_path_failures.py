@@ -53,31 +53,28 @@ def test_a_cancel_at_any_moment_frees_everything(
     run_virtually(main)
 
 
-def test_a_request_that_is_cancelled_twice_is_freed_and_forgotten() -> None:
-    async def main() -> None:
-        async with Cluster(Mode.DISAGGREGATED) as cluster:
-            cancel = cluster.decode.cancel
+async def test_a_request_that_is_cancelled_twice_is_freed_and_forgotten() -> None:
+    async with Cluster(Mode.DISAGGREGATED) as cluster:
+        cancel = cluster.decode.cancel
 
-            async def slowly(reservation_id: int, child: int | None = None) -> None:
-                await asyncio.sleep(1)
-                await cancel(reservation_id, child)
-
-            cluster.decode.cancel = slowly
-            task = asyncio.create_task(cluster.collect(toy_request(1, max_tokens=100)))
-            for seconds in (0.3, 0.5):
-                await asyncio.sleep(seconds)
-                task.cancel()
-            await asyncio.wait({task})
-            assert asyncio.get_running_loop().time() < 1.0, (
-                "the second one came while it was being freed"
-            )
+        async def slowly(reservation_id: int, child: int | None = None) -> None:
             await asyncio.sleep(1)
-            again = toy_request(1)
-            cluster.check(again, await cluster.collect(again))
-            await asyncio.wait_for(cluster.path.drain(), 1)
-            await cluster.check_quiet()
+            await cancel(reservation_id, child)
 
-    run_virtually(main)
+        cluster.decode.cancel = slowly
+        task = asyncio.create_task(cluster.collect(toy_request(1, max_tokens=100)))
+        for seconds in (0.3, 0.5):
+            await asyncio.sleep(seconds)
+            task.cancel()
+        await asyncio.wait({task})
+        assert asyncio.get_running_loop().time() < 1.0, (
+            "the second one came while it was being freed"
+        )
+        await asyncio.sleep(1)
+        again = toy_request(1)
+        await cluster.ask(again)
+        await asyncio.wait_for(cluster.path.drain(), 1)
+        await cluster.check_quiet()
 
 
 @settings(max_examples=30)
@@ -97,306 +94,235 @@ def test_closing_the_stream_after_any_event_frees_everything(
 
 
 @pytest.mark.parametrize("mode", list(Mode))
-def test_a_cancelled_request_frees_its_slot_within_one_step(mode: Mode) -> None:
-    async def main() -> None:
-        async with Cluster(mode) as cluster:
-            task = asyncio.create_task(cluster.collect(toy_request(1, max_tokens=100)))
-            await asyncio.sleep(0.3)
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
-            steps = sum(isinstance(command, DecodeSteps) for command in cluster.decode_mesh.log)
-            await asyncio.sleep(1.0)
-            later = sum(isinstance(command, DecodeSteps) for command in cluster.decode_mesh.log)
-            assert later <= steps + 1
-            await cluster.check_quiet()
-
-    run_virtually(main)
+async def test_a_cancelled_request_frees_its_slot_within_one_step(mode: Mode) -> None:
+    async with Cluster(mode) as cluster:
+        task = asyncio.create_task(cluster.collect(toy_request(1, max_tokens=100)))
+        await asyncio.sleep(0.3)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        steps = sum(isinstance(command, DecodeSteps) for command in cluster.decode_mesh.log)
+        await asyncio.sleep(1.0)
+        later = sum(isinstance(command, DecodeSteps) for command in cluster.decode_mesh.log)
+        assert later <= steps + 1
+        await cluster.check_quiet()
 
 
 @pytest.mark.parametrize("mode", list(Mode))
 @pytest.mark.parametrize("seconds", [0.0001, 0.003, 0.05, 0.31])
-def test_a_passed_deadline_is_a_typed_error_that_counts_the_tokens(
+async def test_a_passed_deadline_is_a_typed_error_that_counts_the_tokens(
     mode: Mode, seconds: float
 ) -> None:
-    async def main() -> None:
-        async with Cluster(mode) as cluster:
-            with pytest.raises(DeadlineExceededError, match=r"passed after \d+ tokens"):
-                await cluster.collect(
-                    toy_request(1, prompt_tokens=30, max_tokens=90, deadline_seconds=seconds)
-                )
-            await cluster.check_quiet()
-
-    run_virtually(main)
-
-
-def test_too_many_waiting_requests_are_refused_at_once_with_a_hint() -> None:
-    async def main() -> None:
-        async with Cluster(limits=LimitsConfig(max_waiting_requests=3)) as cluster:
-            tasks = [
-                asyncio.create_task(cluster.collect(toy_request(number))) for number in range(5)
-            ]
-            answers = await asyncio.gather(*tasks, return_exceptions=True)
-            refused = [answer for answer in answers if isinstance(answer, OverloadedError)]
-            assert len(refused) == 2
-            assert all(
-                error.retry_after_seconds and error.retry_after_seconds > 0 for error in refused
+    async with Cluster(mode) as cluster:
+        with pytest.raises(DeadlineExceededError, match=r"passed after \d+ tokens"):
+            await cluster.collect(
+                toy_request(1, prompt_tokens=30, max_tokens=90, deadline_seconds=seconds)
             )
-            assert isinstance(await cluster.collect(toy_request(9)), object)
-            await cluster.check_quiet()
-
-    run_virtually(main)
+        await cluster.check_quiet()
 
 
-def test_a_full_reservation_queue_refuses_fresh_requests() -> None:
-    async def main() -> None:
-        async with Cluster(decode=toy_limits(slots_per_rank=1), queue_limit=2) as cluster:
-            tasks = [
-                asyncio.create_task(cluster.collect(toy_request(number))) for number in range(8)
-            ]
-            answers = await asyncio.gather(*tasks, return_exceptions=True)
-            assert sum(isinstance(answer, OverloadedError) for answer in answers) == 8 - 2 - 2
-            await cluster.check_quiet()
+async def test_too_many_waiting_requests_are_refused_at_once_with_a_hint() -> None:
+    async with Cluster(limits=LimitsConfig(max_waiting_requests=3)) as cluster:
+        tasks = [asyncio.create_task(cluster.collect(toy_request(number))) for number in range(5)]
+        answers = await asyncio.gather(*tasks, return_exceptions=True)
+        refused = [answer for answer in answers if isinstance(answer, OverloadedError)]
+        assert len(refused) == 2
+        assert all(error.retry_after_seconds and error.retry_after_seconds > 0 for error in refused)
+        assert isinstance(await cluster.collect(toy_request(9)), object)
+        await cluster.check_quiet()
 
-    run_virtually(main)
+
+async def test_a_full_reservation_queue_refuses_fresh_requests() -> None:
+    async with Cluster(decode=toy_limits(slots_per_rank=1), queue_limit=2) as cluster:
+        tasks = [asyncio.create_task(cluster.collect(toy_request(number))) for number in range(8)]
+        answers = await asyncio.gather(*tasks, return_exceptions=True)
+        assert sum(isinstance(answer, OverloadedError) for answer in answers) == 8 - 2 - 2
+        await cluster.check_quiet()
 
 
 @pytest.mark.parametrize("mode", list(Mode))
-def test_what_can_never_fit_is_refused_with_its_numbers(mode: Mode) -> None:
-    async def main() -> None:
-        async with Cluster(
-            mode, decode=toy_limits(pages_per_rank=8, samples_per_chunk=4)
-        ) as cluster:
-            with pytest.raises(InvalidRequestError, match="33 positions.* 32 "):
-                await cluster.collect(toy_request(1, prompt_tokens=14, max_tokens=20))
-            with pytest.raises(InvalidRequestError, match="n=5"):
-                await cluster.collect(toy_request(1, n=5))
-            with pytest.raises(InvalidRequestError, match="n=4 streams.* 9 pages"):
-                await cluster.collect(toy_request(1, prompt_tokens=20, max_tokens=12, n=4))
-            with pytest.raises(InvalidRequestError, match="128"):
-                await cluster.collect(toy_request(1, prompt_tokens=128))
-            await cluster.check_quiet()
-
-    run_virtually(main)
+async def test_what_can_never_fit_is_refused_with_its_numbers(mode: Mode) -> None:
+    async with Cluster(mode, decode=toy_limits(pages_per_rank=8, samples_per_chunk=4)) as cluster:
+        with pytest.raises(InvalidRequestError, match="33 positions.* 32 "):
+            await cluster.collect(toy_request(1, prompt_tokens=14, max_tokens=20))
+        with pytest.raises(InvalidRequestError, match="n=5"):
+            await cluster.collect(toy_request(1, n=5))
+        with pytest.raises(InvalidRequestError, match="n=4 streams.* 9 pages"):
+            await cluster.collect(toy_request(1, prompt_tokens=20, max_tokens=12, n=4))
+        with pytest.raises(InvalidRequestError, match="128"):
+            await cluster.collect(toy_request(1, prompt_tokens=128))
+        await cluster.check_quiet()
 
 
 @pytest.mark.parametrize("mode", list(Mode))
-def test_the_edges_of_sizes(mode: Mode) -> None:
-    async def main() -> None:
-        async with Cluster(mode) as cluster:
-            for number, (prompt_tokens, max_tokens) in enumerate(
-                [(4, 1), (8, 5), (1, 1), (127, 5), (120, 100), (16, 4), (32, 1)]
-            ):
-                request = toy_request(
-                    number, prompt_tokens, max_tokens=max_tokens, n=1 + number % 2
-                )
-                cluster.check(request, await cluster.collect(request))
-                await cluster.check_quiet()
-
-    run_virtually(main)
+async def test_the_edges_of_sizes(mode: Mode) -> None:
+    async with Cluster(mode) as cluster:
+        for number, (prompt_tokens, max_tokens) in enumerate(
+            [(4, 1), (8, 5), (1, 1), (127, 5), (120, 100), (16, 4), (32, 1)]
+        ):
+            request = toy_request(number, prompt_tokens, max_tokens=max_tokens, n=1 + number % 2)
+            await cluster.ask(request)
+            await cluster.check_quiet()
 
 
 @pytest.mark.parametrize("mode", list(Mode))
-def test_a_stop_id_as_the_first_token_gives_an_empty_stream(mode: Mode) -> None:
-    async def main() -> None:
-        async with Cluster(mode) as cluster:
-            first = expected_tokens(toy_request(1), 0, 128)[0][0]
-            request = toy_request(1, stop_ids=(first,))
-            answer = await cluster.collect(request)
-            assert (
-                answer.tokens == {0: []}
-                and answer.finish == {0: FinishReason.STOP}
-                and answer.text == {0: ""}
-            )
-            assert answer.usage is not None and answer.usage.completion_tokens == 0
-            await cluster.check_quiet()
-
-    run_virtually(main)
+async def test_a_stop_id_as_the_first_token_gives_an_empty_stream(mode: Mode) -> None:
+    async with Cluster(mode) as cluster:
+        first = expected_tokens(toy_request(1), 0, 128)[0][0]
+        request = toy_request(1, stop_ids=(first,))
+        answer = await cluster.collect(request)
+        assert answer.tokens == {0: []}
+        assert answer.finish == {0: FinishReason.STOP}
+        assert answer.text == {0: ""}
+        assert answer.usage is not None and answer.usage.completion_tokens == 0
+        await cluster.check_quiet()
 
 
 @pytest.mark.parametrize("mode", list(Mode))
-def test_a_stop_string_ends_its_child_alone(mode: Mode) -> None:
-    async def main() -> None:
-        async with Cluster(mode) as cluster:
-            plain = toy_request(1, n=2, temperature=1.0, seed=3, max_tokens=20)
-            streams = [expected_tokens(plain, child, 128)[0] for child in range(2)]
-            word = next(
-                token
-                for token in streams[0][5:]
-                if token not in streams[1] and streams[0].index(token) >= 5
-            )
-            at = streams[0].index(word)
-            answer = await cluster.collect(
-                toy_request(1, n=2, temperature=1.0, seed=3, max_tokens=20, stop=(f"<{word}>",))
-            )
-            assert (
-                tuple(answer.tokens[0]) == streams[0][: at + 1]
-                and answer.finish[0] is FinishReason.STOP
-            )
-            assert answer.text[0] == "".join(f"<{token}>" for token in streams[0][:at])
-            assert tuple(answer.tokens[1]) == streams[1]
-            await cluster.check_quiet()
-
-    run_virtually(main)
+async def test_a_stop_string_ends_its_child_alone(mode: Mode) -> None:
+    async with Cluster(mode) as cluster:
+        plain = toy_request(1, n=2, temperature=1.0, seed=3, max_tokens=20)
+        streams = [expected_tokens(plain, child, 128)[0] for child in range(2)]
+        word = next(
+            token
+            for token in streams[0][5:]
+            if token not in streams[1] and streams[0].index(token) >= 5
+        )
+        at = streams[0].index(word)
+        answer = await cluster.collect(
+            toy_request(1, n=2, temperature=1.0, seed=3, max_tokens=20, stop=(f"<{word}>",))
+        )
+        assert tuple(answer.tokens[0]) == streams[0][: at + 1]
+        assert answer.finish[0] is FinishReason.STOP
+        assert answer.text[0] == "".join(f"<{token}>" for token in streams[0][:at])
+        assert tuple(answer.tokens[1]) == streams[1]
+        await cluster.check_quiet()
 
 
-def test_logprobs_come_with_their_tokens_across_hand_off_and_preemption() -> None:
-    async def main() -> None:
-        async with Cluster(decode=toy_limits(pages_per_rank=14), growth_tokens=1) as cluster:
-            requests = [toy_request(number, logprobs=1, max_tokens=24) for number in range(6)]
-            answers = await asyncio.gather(*(cluster.collect(request) for request in requests))
-            assert (await cluster.decode.status()).preemptions > 0
-            for request, answer in zip(requests, answers, strict=True):
-                cluster.check(request, answer)
-                alone = await cluster.collect(request)
-                assert answer.logprobs == alone.logprobs
-                assert len(answer.logprobs[0]) == len(answer.tokens[0])
-            await cluster.check_quiet()
-
-    run_virtually(main)
+async def test_logprobs_come_with_their_tokens_across_hand_off_and_preemption() -> None:
+    async with Cluster(decode=toy_limits(pages_per_rank=14), growth_tokens=1) as cluster:
+        requests = [toy_request(number, logprobs=1, max_tokens=24) for number in range(6)]
+        answers = await asyncio.gather(*(cluster.collect(request) for request in requests))
+        assert (await cluster.decode.status()).preemptions > 0
+        for request, answer in zip(requests, answers, strict=True):
+            cluster.check(request, answer)
+            alone = await cluster.collect(request)
+            assert answer.logprobs == alone.logprobs
+            assert len(answer.logprobs[0]) == len(answer.tokens[0])
+        await cluster.check_quiet()
 
 
 @pytest.mark.parametrize("failing", [{1}, {2, 3}, {1, 4, 7}])
-def test_failed_pulls_are_pulled_again(failing: set[int]) -> None:
-    async def main() -> None:
-        faults = Faults(pull_error=lambda nth: "lost" if nth in failing else "")
-        async with Cluster(decode_faults=faults) as cluster:
-            request = toy_request(1, prompt_tokens=40)
-            cluster.check(request, await cluster.collect(request))
-            assert cluster.decode.counters["pulls_failed"] == len(failing)
-            assert cluster.path.counters["attempts_failed"] == 0
-            await cluster.check_quiet()
-
-    run_virtually(main)
+async def test_failed_pulls_are_pulled_again(failing: set[int]) -> None:
+    faults = Faults(pull_error=lambda nth: "lost" if nth in failing else "")
+    async with Cluster(decode_faults=faults) as cluster:
+        request = toy_request(1, prompt_tokens=40)
+        await cluster.ask(request)
+        assert cluster.decode.counters["pulls_failed"] == len(failing)
+        assert cluster.path.counters["attempts_failed"] == 0
+        await cluster.check_quiet()
 
 
-def test_a_hand_off_that_fails_is_done_again_and_the_stream_is_unbroken() -> None:
-    async def main() -> None:
-        faults = Faults(pull_error=lambda nth: "lost" if nth <= 96 else "")
-        async with Cluster(decode_faults=faults) as cluster:
-            requests = [toy_request(number, prompt_tokens=30, n=1 + number) for number in range(2)]
-            answers = await asyncio.gather(*(cluster.collect(request) for request in requests))
-            for request, answer in zip(requests, answers, strict=True):
-                cluster.check(request, answer)
-            assert (
-                cluster.path.counters["sources_replaced"] > 0
-                and cluster.path.counters["attempts_failed"] == 0
-            )
-            await cluster.check_quiet()
-
-    run_virtually(main)
+async def test_a_hand_off_that_fails_is_done_again_and_the_stream_is_unbroken() -> None:
+    faults = Faults(pull_error=lambda nth: "lost" if nth <= 96 else "")
+    async with Cluster(decode_faults=faults) as cluster:
+        requests = [toy_request(number, prompt_tokens=30, n=1 + number) for number in range(2)]
+        await cluster.collect_all(requests)
+        assert cluster.path.counters["sources_replaced"] > 0
+        assert cluster.path.counters["attempts_failed"] == 0
+        await cluster.check_quiet()
 
 
-def test_pulls_that_always_fail_end_in_a_typed_error_after_bounded_tries() -> None:
-    async def main() -> None:
-        async with Cluster(
-            decode_faults=Faults(pull_error=lambda _: "lost"), limits=LimitsConfig(max_attempts=3)
-        ) as cluster:
-            with pytest.raises(HandoffError, match="lost"):
-                await cluster.collect(toy_request(1))
-            assert cluster.path.counters["attempts_failed"] == 3
-            await cluster.check_quiet()
-
-    run_virtually(main)
+async def test_pulls_that_always_fail_end_in_a_typed_error_after_bounded_tries() -> None:
+    async with Cluster(
+        decode_faults=Faults(pull_error=lambda _: "lost"), limits=LimitsConfig(max_attempts=3)
+    ) as cluster:
+        with pytest.raises(HandoffError, match="lost"):
+            await cluster.collect(toy_request(1))
+        assert cluster.path.counters["attempts_failed"] == 3
+        await cluster.check_quiet()
 
 
-def test_a_stalled_pull_gives_way_to_another_attempt_after_its_lease() -> None:
-    async def main() -> None:
-        faults = Faults(pull_error=lambda nth: "stall" if nth == 1 else "")
-        async with Cluster(
-            decode_faults=faults, limits=LimitsConfig(handoff_lease_seconds=5)
-        ) as cluster:
-            request = toy_request(1, prompt_tokens=30)
-            cluster.check(request, await cluster.collect(request))
-            assert cluster.decode.counters["pulls_timed_out"] == 1
-            await cluster.check_quiet()
-
-    run_virtually(main)
+async def test_a_stalled_pull_gives_way_to_another_attempt_after_its_lease() -> None:
+    faults = Faults(pull_error=lambda nth: "stall" if nth == 1 else "")
+    async with Cluster(
+        decode_faults=faults, limits=LimitsConfig(handoff_lease_seconds=5)
+    ) as cluster:
+        request = toy_request(1, prompt_tokens=30)
+        await cluster.ask(request)
+        assert cluster.decode.counters["pulls_timed_out"] == 1
+        await cluster.check_quiet()
 
 
-def test_offers_are_freed_by_their_lease_when_the_receiver_says_nothing() -> None:
-    async def main() -> None:
-        faults = Faults(pull_error=lambda _: "stall")
-        limits = LimitsConfig(handoff_lease_seconds=5, max_attempts=1, default_deadline_seconds=60)
-        async with Cluster(decode_faults=faults, limits=limits) as cluster:
-            with pytest.raises(DeadlineExceededError):
-                await cluster.collect(toy_request(1, prompt_tokens=30))
-            await cluster.check_quiet(settle_seconds=20)
-
-    run_virtually(main)
+async def test_offers_are_freed_by_their_lease_when_the_receiver_says_nothing() -> None:
+    faults = Faults(pull_error=lambda _: "stall")
+    limits = LimitsConfig(handoff_lease_seconds=5, max_attempts=1, default_deadline_seconds=60)
+    async with Cluster(decode_faults=faults, limits=limits) as cluster:
+        with pytest.raises(DeadlineExceededError):
+            await cluster.collect(toy_request(1, prompt_tokens=30))
+        await cluster.check_quiet(settle_seconds=20)
 
 
 @pytest.mark.parametrize("side", ["prefill", "decode"])
-def test_a_broken_mesh_ends_every_stream_with_a_typed_error(side: str) -> None:
-    async def main() -> None:
-        breaks = Faults(
-            breaks_at=lambda command: (
-                isinstance(command, PrefillChunk | DecodeSteps) and command.step > 9
-            )
+async def test_a_broken_mesh_ends_every_stream_with_a_typed_error(side: str) -> None:
+    breaks = Faults(
+        breaks_at=lambda command: (
+            isinstance(command, PrefillChunk | DecodeSteps) and command.step > 9
         )
-        faults = {f"{side}_faults": breaks}
-        async with Cluster(limits=LimitsConfig(max_attempts=2), **faults) as cluster:  # type: ignore[arg-type]
-            requests = [toy_request(number, prompt_tokens=20, max_tokens=60) for number in range(9)]
-            answers = await asyncio.gather(
-                *(cluster.collect(request) for request in requests), return_exceptions=True
+    )
+    faults = {f"{side}_faults": breaks}
+    async with Cluster(limits=LimitsConfig(max_attempts=2), **faults) as cluster:  # type: ignore[arg-type]
+        requests = [toy_request(number, prompt_tokens=20, max_tokens=60) for number in range(9)]
+        answers = await asyncio.gather(
+            *(cluster.collect(request) for request in requests), return_exceptions=True
+        )
+        errors = [answer for answer in answers if isinstance(answer, BaseException)]
+        assert errors and all(isinstance(error, UnavailableError) for error in errors)
+        broken, whole = (
+            (cluster.prefill, cluster.decode)
+            if side == "prefill"
+            else (cluster.decode, cluster.prefill)
+        )
+        with pytest.raises(UnavailableError, match="the fake mesh broke"):
+            await broken.status()
+        await asyncio.sleep(60)
+        status = await whole.status()
+        assert status.free_pages == status.total_pages and status.handoffs == 0
+
+
+async def test_draining_lets_the_running_finish_and_refuses_the_new() -> None:
+    async with Cluster(
+        decode=toy_limits(pages_per_rank=14), growth_tokens=1, limits=LimitsConfig(max_attempts=2)
+    ) as cluster:
+        requests = [toy_request(number, max_tokens=30) for number in range(4)]
+        running = [asyncio.create_task(cluster.collect(request)) for request in requests]
+        await asyncio.sleep(0.05)
+        draining = asyncio.create_task(cluster.path.drain())
+        await asyncio.sleep(0)
+        with pytest.raises(UnavailableError, match="shutting down"):
+            await cluster.collect(toy_request(9))
+        for request, answer in zip(requests, await asyncio.gather(*running), strict=True):
+            cluster.check(request, answer)
+        await draining
+        await asyncio.gather(cluster.prefill.drain(), cluster.decode.drain())
+        with pytest.raises(UnavailableError, match="draining"):
+            await cluster.prefill.prefill(
+                PrefillCall(toy_request(1), 1, (Child(0),), 7, "decode0", 0, 10.0)
             )
-            errors = [answer for answer in answers if isinstance(answer, BaseException)]
-            assert errors and all(isinstance(error, UnavailableError) for error in errors)
-            broken, whole = (
-                (cluster.prefill, cluster.decode)
-                if side == "prefill"
-                else (cluster.decode, cluster.prefill)
-            )
-            with pytest.raises(UnavailableError, match="the fake mesh broke"):
-                await broken.status()
-            await asyncio.sleep(60)
-            status = await whole.status()
-            assert status.free_pages == status.total_pages and status.handoffs == 0
-
-    run_virtually(main)
+        await cluster.check_quiet()
 
 
-def test_draining_lets_the_running_finish_and_refuses_the_new() -> None:
-    async def main() -> None:
-        async with Cluster(
-            decode=toy_limits(pages_per_rank=14),
-            growth_tokens=1,
-            limits=LimitsConfig(max_attempts=2),
-        ) as cluster:
-            requests = [toy_request(number, max_tokens=30) for number in range(4)]
-            running = [asyncio.create_task(cluster.collect(request)) for request in requests]
-            await asyncio.sleep(0.05)
-            draining = asyncio.create_task(cluster.path.drain())
-            await asyncio.sleep(0)
-            with pytest.raises(UnavailableError, match="shutting down"):
-                await cluster.collect(toy_request(9))
-            for request, answer in zip(requests, await asyncio.gather(*running), strict=True):
-                cluster.check(request, answer)
-            await draining
-            await asyncio.gather(cluster.prefill.drain(), cluster.decode.drain())
-            with pytest.raises(UnavailableError, match="draining"):
-                await cluster.prefill.prefill(
-                    PrefillCall(toy_request(1), 1, (Child(0),), 7, "decode0", 0, 10.0)
-                )
-            await cluster.check_quiet()
-
-    run_virtually(main)
-
-
-def test_timings_tell_where_the_time_went() -> None:
-    async def main() -> None:
-        async with Cluster(costs=Costs(pull=0.5)) as cluster:
-            request = toy_request(1, prompt_tokens=10, max_tokens=11)
-            answer = await cluster.collect(request)
-            timings = answer.timings
-            assert timings is not None
-            assert timings.kv_bytes_moved == 10 * 8 * 2, (
-                "ten tokens of two layer groups, eight bytes each in the toy"
-            )
-            assert 0 < timings.ttft_seconds < 0.1, "the first token does not wait for the transfer"
-            assert timings.handoff_gap_seconds > 0.5
-            assert timings.total_seconds >= timings.ttft_seconds + timings.handoff_gap_seconds
-            assert 10 * timings.tpot_seconds == pytest.approx(
-                timings.total_seconds - timings.ttft_seconds, rel=0.01
-            )
-
-    run_virtually(main)
+async def test_timings_tell_where_the_time_went() -> None:
+    async with Cluster(costs=Costs(pull=0.5)) as cluster:
+        request = toy_request(1, prompt_tokens=10, max_tokens=11)
+        answer = await cluster.collect(request)
+        timings = answer.timings
+        assert timings is not None
+        assert timings.kv_bytes_moved == 10 * 8 * 2, (
+            "ten tokens of two layer groups, eight bytes each in the toy"
+        )
+        assert 0 < timings.ttft_seconds < 0.1, "the first token does not wait for the transfer"
+        assert timings.handoff_gap_seconds > 0.5
+        assert timings.total_seconds >= timings.ttft_seconds + timings.handoff_gap_seconds
+        assert 10 * timings.tpot_seconds == pytest.approx(
+            timings.total_seconds - timings.ttft_seconds, rel=0.01
+        )

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from jdisagg.config import LimitsConfig, Mode
 from jdisagg.messages.ports import DecodePort, PrefillPort
 from jdisagg.messages.ports_middleware import through
-from tests.dispatch.test_request_path_storms import mixed_requests, stream_all
+from tests.dispatch.storms import mixed_requests, stream_all
 from tests.fakes.cluster import Cluster, toy_request
 from tests.fakes.fake_executor import Costs, toy_limits
 from tests.fakes.lossy_ports import Lossy, lossy_decode, lossy_prefill
@@ -19,22 +19,19 @@ from tests.fakes.virtual_time import run_virtually
 
 @pytest.mark.parametrize("prefill_token", [1e-4, 2e-2])
 @pytest.mark.parametrize(("prefill_late", "decode_late"), [(0.5, 0.0), (0.0, 0.05), (0.3, 0.05)])
-def test_late_replies_change_no_token_and_a_preemption_is_no_failure(
+async def test_late_replies_change_no_token_and_a_preemption_is_no_failure(
     prefill_late: float, decode_late: float, prefill_token: float
 ) -> None:
-    async def main() -> None:
-        async with Cluster(
-            decode=toy_limits(pages_per_rank=14),
-            growth_tokens=1,
-            costs=Costs(pull=0.02, prefill_token=prefill_token),
-            limits=LimitsConfig(max_attempts=1),
-            wrap_prefill=lambda port: lossy_prefill(port, prefill_late),
-            wrap_decode=lambda port: lossy_decode(port, decode_late),
-        ) as cluster:
-            assert await stream_all(cluster, mixed_requests(10)) > 0
-            assert cluster.path.counters["attempts_failed"] == 0
-
-    run_virtually(main)
+    async with Cluster(
+        decode=toy_limits(pages_per_rank=14),
+        growth_tokens=1,
+        costs=Costs(pull=0.02, prefill_token=prefill_token),
+        limits=LimitsConfig(max_attempts=1),
+        wrap_prefill=lambda port: lossy_prefill(port, prefill_late),
+        wrap_decode=lambda port: lossy_decode(port, decode_late),
+    ) as cluster:
+        assert await stream_all(cluster, mixed_requests(10)) > 0
+        assert cluster.path.counters["attempts_failed"] == 0
 
 
 @settings(max_examples=60)
@@ -76,26 +73,23 @@ def test_explicit_cancels_free_everything_when_closing_is_lost(
 
 @pytest.mark.parametrize("mode", list(Mode))
 @pytest.mark.parametrize("cancel_after", [0.0, 0.01, 0.05, 0.3])
-def test_a_lost_close_leaves_nothing_running_right_after_a_cancel(
+async def test_a_lost_close_leaves_nothing_running_right_after_a_cancel(
     mode: Mode, cancel_after: float
 ) -> None:
-    async def main() -> None:
-        costs = Costs(prefill_token=1e-3, decode_step=0.1)
-        async with Cluster(
-            mode, costs=costs, wrap_prefill=lossy_prefill, wrap_decode=lossy_decode
-        ) as cluster:
-            leaving = asyncio.create_task(
-                cluster.collect(toy_request(1, prompt_tokens=40, max_tokens=80))
-            )
-            await asyncio.sleep(cancel_after)
-            leaving.cancel()
-            await asyncio.gather(leaving, return_exceptions=True)
-            await cluster.check_quiet(settle_seconds=0.02)
-
-    run_virtually(main)
+    costs = Costs(prefill_token=1e-3, decode_step=0.1)
+    async with Cluster(
+        mode, costs=costs, wrap_prefill=lossy_prefill, wrap_decode=lossy_decode
+    ) as cluster:
+        leaving = asyncio.create_task(
+            cluster.collect(toy_request(1, prompt_tokens=40, max_tokens=80))
+        )
+        await asyncio.sleep(cancel_after)
+        leaving.cancel()
+        await asyncio.gather(leaving, return_exceptions=True)
+        await cluster.check_quiet(settle_seconds=0.02)
 
 
-def test_every_call_of_a_request_carries_its_age() -> None:
+async def test_every_call_of_a_request_carries_its_age() -> None:
     lossy = Lossy()
 
     def wrap(port: DecodePort) -> DecodePort:
@@ -104,24 +98,21 @@ def test_every_call_of_a_request_carries_its_age() -> None:
     def wrap_prefill(port: PrefillPort) -> PrefillPort:
         return through(PrefillPort, port, lossy)
 
-    async def main() -> None:
-        tight = toy_limits(pages_per_rank=14)
-        async with Cluster(
-            decode=tight, growth_tokens=1, wrap_decode=wrap, wrap_prefill=wrap_prefill
-        ) as cluster:
-            requests = [toy_request(number, max_tokens=30) for number in range(5)]
-            started: dict[str, float] = {}
-            tasks = []
-            for request in requests:
-                started[request.request_id] = asyncio.get_running_loop().time()
-                tasks.append(asyncio.create_task(cluster.collect(request)))
-                await asyncio.sleep(0.03)
-            await asyncio.gather(*tasks)
-            calls = lossy.reserves
-            again = [call for _, call in calls if call.attempt > 1]
-            assert again and all(call.children[0].accepted for call in again)
-            for at, call in calls:
-                assert call.age_seconds == pytest.approx(at - started[call.request.request_id])
-            assert all(call.age_seconds > 0 for call in lossy.prefills if call.attempt > 1)
-
-    run_virtually(main)
+    tight = toy_limits(pages_per_rank=14)
+    async with Cluster(
+        decode=tight, growth_tokens=1, wrap_decode=wrap, wrap_prefill=wrap_prefill
+    ) as cluster:
+        requests = [toy_request(number, max_tokens=30) for number in range(5)]
+        started: dict[str, float] = {}
+        tasks = []
+        for request in requests:
+            started[request.request_id] = asyncio.get_running_loop().time()
+            tasks.append(asyncio.create_task(cluster.collect(request)))
+            await asyncio.sleep(0.03)
+        await asyncio.gather(*tasks)
+        calls = lossy.reserves
+        again = [call for _, call in calls if call.attempt > 1]
+        assert again and all(call.children[0].accepted for call in again)
+        for at, call in calls:
+            assert call.age_seconds == pytest.approx(at - started[call.request.request_id])
+        assert all(call.age_seconds > 0 for call in lossy.prefills if call.attempt > 1)

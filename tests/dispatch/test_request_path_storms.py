@@ -9,60 +9,29 @@ from hypothesis import strategies as st
 
 from jdisagg.config import Mode
 from jdisagg.messages.step_commands import InsertBlock, PrefillChunk
-from jdisagg.request import Request
+from tests.dispatch.storms import mixed_requests, stream_all
 from tests.fakes.cluster import Cluster, toy_request
 from tests.fakes.fake_executor import Costs, toy_limits
 from tests.fakes.fake_states import Keeps, kept_as_it_is, with_state
 from tests.fakes.virtual_time import run_virtually
 
 
-def mixed_requests(count: int, max_tokens: int = 24) -> list[Request]:
-    return [
-        toy_request(
-            number,
-            prompt_tokens=1 + (number * 7) % 23,
-            stop_ids=(number % 97, 11),
-            max_tokens=max_tokens,
-            temperature=float(number % 2),
-            seed=number,
-            n=1 + (number % 4 == 3),
-            repetition_penalty=1.0 + 0.1 * (number % 3 == 0),
-            min_tokens=number % 4,
-            prompt_logprobs=(None, 0, 2)[number % 3],
-        )
-        for number in range(count)
-    ]
-
-
-async def stream_all(cluster: Cluster, requests: list[Request]) -> int:
-    """Streams all at once, checks each against the oracle, and returns how many preemptions there
-    were."""
-    answers = await asyncio.gather(*(cluster.collect(request) for request in requests))
-    for request, answer in zip(requests, answers, strict=True):
-        cluster.check(request, answer)
-    await cluster.check_quiet()
-    return (await cluster.decode.status()).preemptions
-
-
 @pytest.mark.parametrize("keeps", [kept_as_it_is, with_state], ids=["kv", "state"])
 @pytest.mark.parametrize("steps_per_dispatch", [1, 4])
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("mode", list(Mode))
-def test_preemption_loses_and_changes_no_token(
+async def test_preemption_loses_and_changes_no_token(
     mode: Mode, ranks: int, steps_per_dispatch: int, keeps: Keeps
 ) -> None:
-    async def main() -> None:
-        tight = keeps(toy_limits(ranks=ranks, pages_per_rank=14, slots_per_rank=4))
-        async with Cluster(
-            mode,
-            decode=tight,
-            prefill=keeps(toy_limits()),
-            growth_tokens=1,
-            steps_per_dispatch=steps_per_dispatch,
-        ) as cluster:
-            assert await stream_all(cluster, mixed_requests(16)) > 0
-
-    run_virtually(main)
+    tight = keeps(toy_limits(ranks=ranks, pages_per_rank=14, slots_per_rank=4))
+    async with Cluster(
+        mode,
+        decode=tight,
+        prefill=keeps(toy_limits()),
+        growth_tokens=1,
+        steps_per_dispatch=steps_per_dispatch,
+    ) as cluster:
+        assert await stream_all(cluster, mixed_requests(16)) > 0
 
 
 @settings(max_examples=40)
@@ -122,7 +91,7 @@ def test_any_mix_in_any_room_gives_the_oracles_streams(
                     temperature=1.0,
                     seed=number,
                 )
-                cluster.check(request, await cluster.collect(request))
+                await cluster.ask(request)
 
             await asyncio.gather(*(late(number, shape) for number, shape in enumerate(shapes)))
             await cluster.check_quiet()
@@ -130,82 +99,63 @@ def test_any_mix_in_any_room_gives_the_oracles_streams(
     run_virtually(main)
 
 
-def test_the_oldest_request_is_never_preempted_for_a_younger_one() -> None:
-    async def main() -> None:
-        async with Cluster(decode=toy_limits(pages_per_rank=14), growth_tokens=1) as cluster:
-            oldest = asyncio.create_task(cluster.collect(toy_request(0, max_tokens=40)))
-            await asyncio.sleep(0.001)
-            younger = [
-                asyncio.create_task(cluster.collect(toy_request(number, max_tokens=40)))
-                for number in range(1, 6)
-            ]
-            answer = await oldest
-            assert answer.timings is not None and answer.timings.preemptions == 0
-            answers = await asyncio.gather(*younger)
-            assert sum(answer.timings.preemptions for answer in answers if answer.timings) > 0
-            await cluster.check_quiet()
-
-    run_virtually(main)
+async def test_the_oldest_request_is_never_preempted_for_a_younger_one() -> None:
+    async with Cluster(decode=toy_limits(pages_per_rank=14), growth_tokens=1) as cluster:
+        oldest = asyncio.create_task(cluster.collect(toy_request(0, max_tokens=40)))
+        await asyncio.sleep(0.001)
+        younger = [
+            asyncio.create_task(cluster.collect(toy_request(number, max_tokens=40)))
+            for number in range(1, 6)
+        ]
+        answer = await oldest
+        assert answer.timings is not None and answer.timings.preemptions == 0
+        answers = await asyncio.gather(*younger)
+        assert sum(answer.timings.preemptions for answer in answers if answer.timings) > 0
+        await cluster.check_quiet()
 
 
-def test_a_full_decode_pool_holds_the_prefill_back() -> None:
-    async def main() -> None:
-        async with Cluster(
-            decode=toy_limits(pages_per_rank=8, slots_per_rank=2), growth_tokens=64
-        ) as cluster:
-            requests = [toy_request(number, prompt_tokens=9, max_tokens=20) for number in range(6)]
-            first = asyncio.create_task(cluster.collect(requests[0]))
-            await asyncio.sleep(0.05)
-            rest = [asyncio.create_task(cluster.collect(request)) for request in requests[1:]]
-            await asyncio.sleep(0.05)
-            prefilled = {
-                row.sequence
-                for command in cluster.prefill_mesh.log
-                if isinstance(command, PrefillChunk)
-                for row in command.rows
-            }
-            assert len(prefilled) == 1, (
-                "nothing is prefilled before the decode side has pages for it"
+async def test_a_full_decode_pool_holds_the_prefill_back() -> None:
+    async with Cluster(
+        decode=toy_limits(pages_per_rank=8, slots_per_rank=2), growth_tokens=64
+    ) as cluster:
+        requests = [toy_request(number, prompt_tokens=9, max_tokens=20) for number in range(6)]
+        first = asyncio.create_task(cluster.collect(requests[0]))
+        await asyncio.sleep(0.05)
+        rest = [asyncio.create_task(cluster.collect(request)) for request in requests[1:]]
+        await asyncio.sleep(0.05)
+        prefilled = {
+            row.sequence
+            for command in cluster.prefill_mesh.log
+            if isinstance(command, PrefillChunk)
+            for row in command.rows
+        }
+        assert len(prefilled) == 1, "nothing is prefilled before the decode side has pages for it"
+        await asyncio.gather(first, *rest)
+        await cluster.check_quiet()
+
+
+async def test_decode_steps_run_while_chunks_are_landing() -> None:
+    async with Cluster(costs=Costs(pull=0.05)) as cluster:
+        requests = [toy_request(0, max_tokens=60), toy_request(1, prompt_tokens=60, max_tokens=4)]
+        await asyncio.gather(*(cluster.collect(request) for request in requests))
+        log = cluster.decode_mesh.log
+        inserts = [at for at, command in enumerate(log) if isinstance(command, InsertBlock)]
+        between = [type(command).__name__ for command in log[inserts[0] : inserts[-1]]]
+        assert "DecodeSteps" in between
+
+
+async def test_offers_that_nobody_fetches_hold_the_prefill_back() -> None:
+    async with Cluster(costs=Costs(pull=1.0), prefill=toy_limits(pages_per_rank=200)) as cluster:
+        requests = [toy_request(number, prompt_tokens=60, max_tokens=2) for number in range(4)]
+        tasks = [asyncio.create_task(cluster.collect(request)) for request in requests]
+        most = 0
+        while not all(task.done() for task in tasks):
+            await asyncio.sleep(0.01)
+            most = max(
+                most, sum(len(entries) for _, entries, _ in cluster.channel.offered.values())
             )
-            await asyncio.gather(first, *rest)
-            await cluster.check_quiet()
-
-    run_virtually(main)
-
-
-def test_decode_steps_run_while_chunks_are_landing() -> None:
-    async def main() -> None:
-        async with Cluster(costs=Costs(pull=0.05)) as cluster:
-            requests = [
-                toy_request(0, max_tokens=60),
-                toy_request(1, prompt_tokens=60, max_tokens=4),
-            ]
-            await asyncio.gather(*(cluster.collect(request) for request in requests))
-            log = cluster.decode_mesh.log
-            inserts = [at for at, command in enumerate(log) if isinstance(command, InsertBlock)]
-            between = [type(command).__name__ for command in log[inserts[0] : inserts[-1]]]
-            assert "DecodeSteps" in between
-
-    run_virtually(main)
-
-
-def test_offers_that_nobody_fetches_hold_the_prefill_back() -> None:
-    async def main() -> None:
-        async with Cluster(
-            costs=Costs(pull=1.0), prefill=toy_limits(pages_per_rank=200)
-        ) as cluster:
-            requests = [toy_request(number, prompt_tokens=60, max_tokens=2) for number in range(4)]
-            tasks = [asyncio.create_task(cluster.collect(request)) for request in requests]
-            most = 0
-            while not all(task.done() for task in tasks):
-                await asyncio.sleep(0.01)
-                most = max(
-                    most, sum(len(entries) for _, entries, _ in cluster.channel.offered.values())
-                )
-            assert cluster.prefill.counters["chunks_held_back"] > 0
-            assert most <= (4 + 1) * 16 * 2, (
-                "four chunks of two layer groups, and the one that went over the mark"
-            )
-            await cluster.check_quiet()
-
-    run_virtually(main)
+        assert cluster.prefill.counters["chunks_held_back"] > 0
+        assert most <= (4 + 1) * 16 * 2, (
+            "four chunks of two layer groups, and the one that went over the mark"
+        )
+        await cluster.check_quiet()

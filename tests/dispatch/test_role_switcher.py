@@ -18,7 +18,7 @@ from jdisagg.messages.worker_status import WorkerRole, WorkerStatus
 from jdisagg.router.elastic import Controller, ElasticConfig
 from jdisagg.router.elastic_signals import EndedRequest
 from jdisagg.timeouts import DEFAULT_TIMEOUTS
-from tests.fakes.virtual_time import VirtualClock, run_virtually
+from tests.fakes.virtual_time import VirtualClock
 from tests.router.plant import status
 
 PREFILL, DECODE = WorkerRole.PREFILL, WorkerRole.DECODE
@@ -152,148 +152,107 @@ class Town:
         return {one.name: one.role.value for one in self.membership.statuses()}
 
 
-def test_a_worker_changes_its_role_and_is_placed_on_when_the_desk_says_so() -> None:
-    async def main() -> None:
-        town = Town(2, 1)
-        report = await town.switcher.switch("p1", DECODE, None, 60.0)
-        assert (report.state, report.role, report.layout) == (
-            SwitchState.DONE,
-            DECODE,
-            Layout(dp=1, tp=2),
-        ), "its own devices, d0's layout"
-        assert town.roles() == {"p0": "prefill", "p1": "decode", "d0": "decode"}
-        assert town.switcher.counters.snapshot() == {"roles_switched": 1}
-        assert not town.switcher.changing
-
-    run_virtually(main)
+async def test_a_worker_changes_its_role_and_is_placed_on_when_the_desk_says_so() -> None:
+    town = Town(2, 1)
+    report = await town.switcher.switch("p1", DECODE, None, 60.0)
+    assert report.state == SwitchState.DONE and report.role == DECODE
+    assert report.layout == Layout(dp=1, tp=2), "its own devices, d0's layout"
+    assert town.roles() == {"p0": "prefill", "p1": "decode", "d0": "decode"}
+    assert town.switcher.counters.snapshot() == {"roles_switched": 1}
+    assert not town.switcher.changing
 
 
-def test_a_change_whose_answer_was_lost_is_followed_all_the_same() -> None:
-    async def main() -> None:
-        town = Town(2, 1)
-        town.workers["p1"].unheard = True
-        report = await town.switcher.switch("p1", DECODE, None, 60.0)
-        assert report.state is SwitchState.DONE and town.roles()["p1"] == "decode"
-
-    run_virtually(main)
+async def test_a_change_whose_answer_was_lost_is_followed_all_the_same() -> None:
+    town = Town(2, 1)
+    town.workers["p1"].unheard = True
+    report = await town.switcher.switch("p1", DECODE, None, 60.0)
+    assert report.state is SwitchState.DONE and town.roles()["p1"] == "decode"
 
 
-def test_a_change_whose_answer_and_reports_were_lost_is_followed_once_the_worker_is_heard_again() -> (  # noqa: E501
-    None
-):
-    async def main() -> None:
-        town = Town(2, 1)
-        town.workers["p1"].unheard = town.workers["p1"].mute = True
-        report = await town.switcher.switch("p1", DECODE, None, 60.0)
-        assert report.state is SwitchState.DONE and town.roles()["p1"] == "decode"
-        assert town.clock.now() >= AWAY_SECONDS, "it was not heard before its next life"
-
-    run_virtually(main)
+async def test_a_change_that_nobody_reported_is_followed_once_the_worker_is_heard_again():
+    town = Town(2, 1)
+    town.workers["p1"].unheard = town.workers["p1"].mute = True
+    report = await town.switcher.switch("p1", DECODE, None, 60.0)
+    assert report.state is SwitchState.DONE and town.roles()["p1"] == "decode"
+    assert town.clock.now() >= AWAY_SECONDS, "it was not heard before its next life"
 
 
-def test_a_worker_that_nobody_can_ask_is_given_up_before_the_deadline() -> None:
-    async def main() -> None:
-        town = Town(2, 1)
-        worker = town.workers["p1"]
+async def test_a_worker_that_nobody_can_ask_is_given_up_before_the_deadline() -> None:
+    town = Town(2, 1)
+    worker = town.workers["p1"]
 
-        async def refused(call: SwitchCall) -> None:
-            worker.away = True
-            raise UnavailableError("connection refused")
+    async def refused(call: SwitchCall) -> None:
+        worker.away = True
+        raise UnavailableError("connection refused")
 
-        worker.switch_role = refused  # type: ignore[method-assign]
-        with pytest.raises(UnavailableError, match="connection refused"):
-            await town.switcher.switch("p1", DECODE, None, 300.0)
-        assert (
-            town.clock.now() <= DEFAULT_TIMEOUTS.membership.role_uncertain_seconds + 1.0
-            and not town.switcher.changing
-        )
-
-    run_virtually(main)
+    worker.switch_role = refused  # type: ignore[method-assign]
+    with pytest.raises(UnavailableError, match="connection refused"):
+        await town.switcher.switch("p1", DECODE, None, 300.0)
+    assert town.clock.now() <= DEFAULT_TIMEOUTS.membership.role_uncertain_seconds + 1.0
+    assert not town.switcher.changing
 
 
-def test_two_at_once_are_one_too_many() -> None:
-    async def main() -> None:
-        town = Town(3, 1)
-        first = asyncio.ensure_future(town.switcher.switch("p1", DECODE, None, 60.0))
-        await asyncio.sleep(0.5)
-        with pytest.raises(UnavailableError, match="'p1' is changing its role"):
-            await town.switcher.switch("p2", DECODE, None, 60.0)
-        assert (await first).state is SwitchState.DONE
-        assert town.roles()["p2"] == "prefill"
-
-    run_virtually(main)
+async def test_two_at_once_are_one_too_many() -> None:
+    town = Town(3, 1)
+    first = asyncio.ensure_future(town.switcher.switch("p1", DECODE, None, 60.0))
+    await asyncio.sleep(0.5)
+    with pytest.raises(UnavailableError, match="'p1' is changing its role"):
+        await town.switcher.switch("p2", DECODE, None, 60.0)
+    assert (await first).state is SwitchState.DONE
+    assert town.roles()["p2"] == "prefill"
 
 
-def test_the_last_of_a_role_stays_and_nobody_is_asked() -> None:
-    async def main() -> None:
-        town = Town(1, 2)
-        with pytest.raises(UnavailableError, match="last prefill worker"):
-            await town.switcher.switch("p0", DECODE, None, 60.0)
-        with pytest.raises(InvalidRequestError, match="no worker 'x'"):
-            await town.switcher.switch("x", DECODE, None, 60.0)
-        assert town.workers["p0"].report is None and not town.switcher.changing
-
-    run_virtually(main)
+async def test_the_last_of_a_role_stays_and_nobody_is_asked() -> None:
+    town = Town(1, 2)
+    with pytest.raises(UnavailableError, match="last prefill worker"):
+        await town.switcher.switch("p0", DECODE, None, 60.0)
+    with pytest.raises(InvalidRequestError, match="no worker 'x'"):
+        await town.switcher.switch("x", DECODE, None, 60.0)
+    assert town.workers["p0"].report is None and not town.switcher.changing
 
 
 @pytest.mark.parametrize(
     ("how", "reason"), [("fails", "no room"), ("dies", "process was restarted during the change")]
 )
-def test_a_change_that_did_not_work_is_told_as_such_once_the_worker_is_back(
+async def test_a_change_that_did_not_work_is_told_as_such_once_the_worker_is_back(
     how: str, reason: str
 ) -> None:
-    async def main() -> None:
-        town = Town(2, 1)
-        setattr(town.workers["p1"], how, True)
-        report = await town.switcher.switch("p1", DECODE, None, 60.0)
-        assert (
-            report.state is SwitchState.FAILED
-            and reason in report.reason
-            and report.role is PREFILL
-        )
-        assert town.roles()["p1"] == "prefill"
-        assert town.switcher.counters.snapshot() == {"role_switches_failed": 1}
-
-    run_virtually(main)
+    town = Town(2, 1)
+    setattr(town.workers["p1"], how, True)
+    report = await town.switcher.switch("p1", DECODE, None, 60.0)
+    assert report.state is SwitchState.FAILED and reason in report.reason and report.role is PREFILL
+    assert town.roles()["p1"] == "prefill"
+    assert town.switcher.counters.snapshot() == {"role_switches_failed": 1}
 
 
-def test_a_worker_that_never_comes_back_ends_the_wait_at_its_deadline() -> None:
-    async def main() -> None:
-        town = Town(2, 1)
-        town.workers["p1"].silent = True
-        with pytest.raises(
-            DeadlineExceededError, match="'p1' did not report as decode within 20 s"
-        ):
-            await town.switcher.switch("p1", DECODE, None, 20.0)
-        assert not town.switcher.changing and town.switcher.counters.snapshot() == {
-            "role_switches_failed": 1
-        }
-
-    run_virtually(main)
+async def test_a_worker_that_never_comes_back_ends_the_wait_at_its_deadline() -> None:
+    town = Town(2, 1)
+    town.workers["p1"].silent = True
+    with pytest.raises(DeadlineExceededError, match="'p1' did not report as decode within 20 s"):
+        await town.switcher.switch("p1", DECODE, None, 20.0)
+    assert not town.switcher.changing
+    assert town.switcher.counters.snapshot() == {"role_switches_failed": 1}
 
 
-def test_a_desk_whose_way_to_a_worker_cannot_be_opened_or_closed_is_free_again() -> None:
-    async def main() -> None:
-        town = Town(2, 1)
-        workers, ids = town.workers, iter(range(1, 1000))
-        switcher = RoleSwitcher(
-            town.membership, {"p0": workers["p0"]}.__getitem__, town.clock, lambda: next(ids)
-        )
-        with pytest.raises(KeyError):
-            await switcher.switch("p1", DECODE, None, 60.0)
-        assert not switcher.changing
+async def test_a_desk_whose_way_to_a_worker_cannot_be_opened_or_closed_is_free_again() -> None:
+    town = Town(2, 1)
+    workers, ids = town.workers, iter(range(1, 1000))
+    switcher = RoleSwitcher(
+        town.membership, {"p0": workers["p0"]}.__getitem__, town.clock, lambda: next(ids)
+    )
+    with pytest.raises(KeyError):
+        await switcher.switch("p1", DECODE, None, 60.0)
+    assert not switcher.changing
 
-        class Sticky(ToyWorker):
-            async def __aexit__(self, *_: object) -> None:
-                assert town.switcher.changing, "until it is closed"
-                raise OSError("stuck")
+    class Sticky(ToyWorker):
+        async def __aexit__(self, *_: object) -> None:
+            assert town.switcher.changing, "until it is closed"
+            raise OSError("stuck")
 
-        workers["p1"].__class__ = Sticky
-        with pytest.raises(OSError, match="stuck"):
-            await town.switcher.switch("p1", DECODE, None, 60.0)
-        assert not town.switcher.changing and town.roles()["p1"] == "decode"
-
-    run_virtually(main)
+    workers["p1"].__class__ = Sticky
+    with pytest.raises(OSError, match="stuck"):
+        await town.switcher.switch("p1", DECODE, None, 60.0)
+    assert not town.switcher.changing and town.roles()["p1"] == "decode"
 
 
 def pools(town: Town, acts: bool = True) -> tuple[Controller, ElasticPools, list[str]]:
@@ -317,117 +276,96 @@ async def overload(town: Town, controller: Controller, seconds: int) -> None:
         await asyncio.sleep(1.0)
 
 
-def test_the_pools_change_by_themselves_under_load_and_one_at_a_time() -> None:
-    async def main() -> None:
-        town = Town(2, 3)
-        controller, elastic, said = pools(town)
-        elastic.start()
-        await overload(town, controller, 40)
-        assert sorted(town.roles().values()).count("prefill") == 3
-        assert (
-            len(said) == 2
-            and "is to become prefill" in said[0]
-            and "is prefill after 6.0 s" in said[1]
-        )
-        await overload(town, controller, 200)
-        assert sorted(town.roles().values()) == [
-            "decode",
-            "prefill",
-            "prefill",
-            "prefill",
-            "prefill",
-        ], "one of each stays"
-        await elastic.stop()
-
-    run_virtually(main)
+async def test_the_pools_change_by_themselves_under_load_and_one_at_a_time() -> None:
+    town = Town(2, 3)
+    controller, elastic, said = pools(town)
+    elastic.start()
+    await overload(town, controller, 40)
+    assert sorted(town.roles().values()).count("prefill") == 3
+    assert (
+        len(said) == 2 and "is to become prefill" in said[0] and "is prefill after 6.0 s" in said[1]
+    )
+    await overload(town, controller, 200)
+    assert sorted(town.roles().values()) == [
+        "decode",
+        "prefill",
+        "prefill",
+        "prefill",
+        "prefill",
+    ], "one of each stays"
+    await elastic.stop()
 
 
-def test_pools_that_only_advise_change_nothing_and_ask_for_more() -> None:
-    async def main() -> None:
-        town = Town(2, 3)
-        controller, elastic, said = pools(town, acts=False)
-        elastic.start()
-        await overload(town, controller, 60)
-        advice = await elastic.advice()
-        assert not said and sorted(town.roles().values()).count("prefill") == 2
-        assert (advice.prefill_now, advice.decode_now, advice.elastic) == (2, 3, False)
-        assert advice.prefill > 2 and advice.decode == 3 and advice.ttft_attainment == 0.0
-        assert "could become prefill" in advice.decision
-        await elastic.stop()
-
-    run_virtually(main)
+async def test_pools_that_only_advise_change_nothing_and_ask_for_more() -> None:
+    town = Town(2, 3)
+    controller, elastic, said = pools(town, acts=False)
+    elastic.start()
+    await overload(town, controller, 60)
+    advice = await elastic.advice()
+    assert not said and sorted(town.roles().values()).count("prefill") == 2
+    assert (advice.prefill_now, advice.decode_now, advice.elastic) == (2, 3, False)
+    assert advice.prefill > 2 and advice.decode == 3 and advice.ttft_attainment == 0.0
+    assert "could become prefill" in advice.decision
+    await elastic.stop()
 
 
-def test_a_look_that_fails_is_told_and_others_follow(caplog: pytest.LogCaptureFixture) -> None:
-    async def main() -> None:
-        town = Town(2, 3)
-        controller, looks = Controller(ElasticConfig()), 0
+async def test_a_look_that_fails_is_told_and_others_follow(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    town = Town(2, 3)
+    controller, looks = Controller(ElasticConfig()), 0
 
-        def statuses() -> tuple[WorkerStatus, ...]:
-            nonlocal looks
-            looks += 1
-            if looks == 2:
-                raise ValueError("a worker says nonsense")
-            return town.membership.statuses()
+    def statuses() -> tuple[WorkerStatus, ...]:
+        nonlocal looks
+        looks += 1
+        if looks == 2:
+            raise ValueError("a worker says nonsense")
+        return town.membership.statuses()
 
-        elastic = ElasticPools(controller, town.switcher, statuses, town.clock, True)
-        elastic.start()
-        await asyncio.sleep(4.5)
-        await elastic.stop()
-        assert looks == 5 and "a worker says nonsense" in caplog.text
-
-    run_virtually(main)
-
-
-def test_advice_can_be_had_before_the_first_look() -> None:
-    async def main() -> None:
-        town = Town(1, 1)
-        _, elastic, _ = pools(town)
-        advice = await elastic.advice()
-        assert (advice.prefill, advice.decode, advice.decision) == (1, 1, "no traffic")
-
-    run_virtually(main)
+    elastic = ElasticPools(controller, town.switcher, statuses, town.clock, True)
+    elastic.start()
+    await asyncio.sleep(4.5)
+    await elastic.stop()
+    assert looks == 5 and "a worker says nonsense" in caplog.text
 
 
-def test_a_change_that_somebody_asked_for_makes_the_controller_look_afresh() -> None:
-    async def main() -> None:
-        town = Town(3, 1)
-        controller, elastic, said = pools(town)
-        elastic.start()
-        await overload(town, controller, 3)
-        report = await elastic.switch("p2", DECODE, None, 60.0)
-        assert report.state is SwitchState.DONE
-        await asyncio.sleep(1.0)
-        assert controller.view is not None and controller.view.requests == 0
-        assert not said, "nobody but the operator changed anything"
-        await elastic.stop()
+async def test_advice_can_be_had_before_the_first_look() -> None:
+    town = Town(1, 1)
+    _, elastic, _ = pools(town)
+    advice = await elastic.advice()
+    assert (advice.prefill, advice.decode, advice.decision) == (1, 1, "no traffic")
 
-    run_virtually(main)
+
+async def test_a_change_that_somebody_asked_for_makes_the_controller_look_afresh() -> None:
+    town = Town(3, 1)
+    controller, elastic, said = pools(town)
+    elastic.start()
+    await overload(town, controller, 3)
+    report = await elastic.switch("p2", DECODE, None, 60.0)
+    assert report.state is SwitchState.DONE
+    await asyncio.sleep(1.0)
+    assert controller.view is not None and controller.view.requests == 0
+    assert not said, "nobody but the operator changed anything"
+    await elastic.stop()
 
 
 @pytest.mark.parametrize("seconds", [0.0, -1.0, float("nan"), float("inf")])
-def test_a_change_must_have_time_and_an_end(seconds: float) -> None:
-    async def main() -> None:
-        town = Town(3, 1)
-        _, elastic, _ = pools(town)
-        with pytest.raises(InvalidRequestError, match="positive and finite"):
-            await elastic.switch("p2", DECODE, deadline_seconds=seconds)
-        assert not town.switcher.changing and not town.workers["p2"].draining
-
-    run_virtually(main)
+async def test_a_change_must_have_time_and_an_end(seconds: float) -> None:
+    town = Town(3, 1)
+    _, elastic, _ = pools(town)
+    with pytest.raises(InvalidRequestError, match="positive and finite"):
+        await elastic.switch("p2", DECODE, deadline_seconds=seconds)
+    assert not town.switcher.changing and not town.workers["p2"].draining
 
 
-def test_a_change_that_was_refused_leaves_what_the_controller_saw() -> None:
-    async def main() -> None:
-        town = Town(3, 1)
-        controller, elastic, _ = pools(town)
-        elastic.start()
-        await overload(town, controller, 3)
-        for name, role in (("x", DECODE), ("p2", PREFILL), ("d0", PREFILL)):
-            with pytest.raises((InvalidRequestError, UnavailableError)):
-                await elastic.switch(name, role, None, 60.0)
-        await asyncio.sleep(1.0)
-        assert controller.view is not None and controller.view.requests == 3
-        await elastic.stop()
-
-    run_virtually(main)
+async def test_a_change_that_was_refused_leaves_what_the_controller_saw() -> None:
+    town = Town(3, 1)
+    controller, elastic, _ = pools(town)
+    elastic.start()
+    await overload(town, controller, 3)
+    for name, role in (("x", DECODE), ("p2", PREFILL), ("d0", PREFILL)):
+        with pytest.raises((InvalidRequestError, UnavailableError)):
+            await elastic.switch(name, role, None, 60.0)
+    await asyncio.sleep(1.0)
+    assert controller.view is not None and controller.view.requests == 3
+    await elastic.stop()

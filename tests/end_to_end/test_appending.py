@@ -25,7 +25,7 @@ from tests.end_to_end.clusters import LLAMA, config, dense_greedy, running
 from tests.end_to_end.test_cluster import PROMPT, all_free, cluster, wait_until
 from tests.lanes import first_ci
 from tests.router.fleets import H100
-from tests.worker.test_appending import SLOW
+from tests.worker.appends import SLOW
 
 APPEND = 48
 WAVES, REQUESTS = 4, 4

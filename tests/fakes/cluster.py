@@ -37,6 +37,7 @@ from jdisagg.messages.ports_middleware import through
 from jdisagg.messages.worker_status import WorkerRole
 from jdisagg.prompt_logprobs import PromptLogprobs
 from jdisagg.request import (
+    CachedTokens,
     FinishReason,
     Request,
     SamplingParams,
@@ -98,6 +99,16 @@ class Collected:
     usage: Usage | None = None
     timings: Timings | None = None
     prompt_logprobs: PromptLogprobs | None = None
+
+    @property
+    def cached_tokens(self) -> int:
+        assert self.usage is not None
+        return self.usage.cached_tokens
+
+    @property
+    def cached_by_tier(self) -> CachedTokens:
+        assert self.usage is not None and self.usage.cached_by_tier is not None
+        return self.usage.cached_by_tier
 
     def add(self, event: StreamEvent) -> None:
         assert self.usage is None, "nothing follows the last event"
@@ -358,11 +369,18 @@ class Fleet:
         assert collected.usage is not None
         assert collected.usage.completion_tokens == sum(map(len, collected.tokens.values()))
 
-    async def collect_all(self, requests: list[Request]) -> None:
+    async def ask(self, request: Request, path: RequestPath | None = None) -> Collected:
+        """Streams one and checks it against the oracle."""
+        collected = await self.collect(request, path)
+        self.check(request, collected)
+        return collected
+
+    async def collect_all(self, requests: Sequence[Request]) -> list[Collected]:
         """Streams all at once and checks each against the oracle."""
         answers = await asyncio.gather(*(self.collect(request) for request in requests))
         for request, answer in zip(requests, answers, strict=True):
             self.check(request, answer)
+        return answers
 
     async def check_quiet(self, settle_seconds: float = 1.0) -> None:
         """All pages are free on all ranks of live workers; no offer, block or hand-off is left."""
@@ -460,6 +478,12 @@ class _Hints:
             source = HandoffSource(best, self._fleet.new_id(), self._fleet._address(best))
             call = msgspec.structs.replace(call, peer=source, peer_tokens=found[best])
         return call
+
+
+async def until(holds: Callable[[], object], step_seconds: float = 1e-3) -> None:
+    """Waits in virtual time."""
+    while not holds():
+        await asyncio.sleep(step_seconds)
 
 
 def toy_request(

@@ -334,13 +334,10 @@ class FakeExecutor:
 
     def _kv(self, command: ExtractBlock) -> list[Entry]:
         end = command.start + command.valid_tokens
-        assert command.valid_tokens <= command.block_tokens and len(command.pages) == -(
-            -end // self.limits.page_size
-        )
-        assert (
-            command.block_tokens % self.limits.granule_tokens == 0
-            and command.start % self.limits.granule_tokens == 0
-        )
+        assert command.valid_tokens <= command.block_tokens
+        assert len(command.pages) == -(-end // self.limits.page_size)
+        assert command.block_tokens % self.limits.granule_tokens == 0
+        assert command.start % self.limits.granule_tokens == 0
         if not command.to_host:
             self._read(command.rank, command.pages, end)
         return self._entries(command.rank, command.group, command.pages, command.start, end)
@@ -433,10 +430,8 @@ class FakeExecutor:
         assert len(command.pages) == -(
             -(command.start + command.valid_tokens) // self.limits.page_size
         )
-        band, end = (
-            range(command.group, command.group + command.groups),
-            command.start + command.valid_tokens,
-        )
+        band = range(command.group, command.group + command.groups)
+        end = command.start + command.valid_tokens
         for entry in entries:
             self._write(command.rank, command.pages, entry, band)
         written = {

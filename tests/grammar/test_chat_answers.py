@@ -11,7 +11,7 @@ from jdisagg.grammar.chat_answers import (
     with_thought_and_calls,
 )
 from jdisagg.request import Grammar, GrammarKind
-from tests.grammar.test_grammars import EOS, TOKENIZER, allowed, begin, ids_of
+from tests.grammar.walks import EOS, TOKENIZER, allowed, begin, ids_of
 
 AGE = Grammar(
     GrammarKind.JSON_SCHEMA,

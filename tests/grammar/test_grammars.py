@@ -16,56 +16,14 @@ from tokenizers import decoders, models, pre_tokenizers
 from jdisagg.errors import DeadlineExceededError, InvalidRequestError, OverloadedError
 from jdisagg.grammar import compiler, trial
 from jdisagg.grammar.compiler import GrammarCompiler, TokenizerText, validate
-from jdisagg.grammar.matcher import TokenMatcher, mask_words
+from jdisagg.grammar.matcher import mask_words
 from jdisagg.grammar.trial import vocabulary_of
 from jdisagg.request import Grammar, GrammarKind, SamplingParams
 from launch.grammars import grammar_compiler
-from models.tokenizer import Tokenizer
-from tests.end_to_end.clusters import LLAMA
+from tests.checkpoints import LLAMA
 from tests.end_to_end.schemas import random_schema
+from tests.grammar.walks import COMPILER, EOS, WORDS, allowed, begin, ids_of, text, walk
 from tests.time_scale import seconds
-
-TOKENIZER = Tokenizer.from_directory(str(LLAMA))
-EOS = TOKENIZER.eos_ids
-WORDS = mask_words(1280)
-LONGEST = 400
-KNOWN = grammar_compiler(str(LLAMA))
-assert KNOWN is not None
-COMPILER: GrammarCompiler = KNOWN
-
-
-def begin(grammar: Grammar, consumed: list[int] | None = None, **options: object) -> TokenMatcher:
-    sampling = SamplingParams(grammar=grammar, **options)  # type: ignore[arg-type]
-    return COMPILER.matcher(grammar, sampling, EOS, consumed or [])
-
-
-def allowed(matcher: TokenMatcher) -> list[int]:
-    mask = np.zeros(WORDS, np.uint32)
-    matcher.fill(mask)
-    bits = np.unpackbits(mask.view(np.uint8), bitorder="little")
-    return np.flatnonzero(bits).tolist()
-
-
-def walk(grammar: Grammar, seed: int, **options: object) -> tuple[list[int], bool]:
-    """Ids drawn evenly among those allowed; whether the end was reached."""
-    draw, matcher = random.Random(seed), begin(grammar, **options)
-    ids: list[int] = []
-    while len(ids) < LONGEST:
-        ids.append(draw.choice(allowed(matcher)))
-        if ids[-1] in EOS:
-            return ids[:-1], True
-        matcher.consume(ids[-1:])
-    return ids, False
-
-
-def text(ids: list[int]) -> str:
-    return TOKENIZER.decode(ids)
-
-
-def ids_of(written: str) -> list[int]:
-    """Without the id that begins a prompt."""
-    return TOKENIZER.encode(written)[1:]
-
 
 REGEXES = (r"[a-c]{2,5}", r"(yes|no|maybe)( please)?", r"\d{4}-\d\d-\d\d", r"x?y+z", "äö{1,3}")
 

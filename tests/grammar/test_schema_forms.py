@@ -10,7 +10,7 @@ from jdisagg.errors import InvalidRequestError
 from jdisagg.grammar.schema_forms import SchemaError, for_llguidance, schema_for_llguidance
 from jdisagg.grammar.structural_tags import structural_lark
 from jdisagg.request import Grammar, GrammarKind
-from tests.grammar.test_grammars import COMPILER, EOS, allowed, begin, ids_of
+from tests.grammar.walks import COMPILER, EOS, allowed, begin, ids_of
 from tests.time_scale import seconds
 
 TEXT = {"type": "string"}

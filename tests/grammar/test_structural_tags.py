@@ -11,7 +11,7 @@ from jdisagg.errors import InvalidRequestError
 from jdisagg.grammar.json_blanks import with_few, without
 from jdisagg.grammar.structural_tags import structural_lark
 from jdisagg.request import Grammar, GrammarKind
-from tests.grammar.test_grammars import COMPILER, EOS, allowed, begin, ids_of, text, walk
+from tests.grammar.walks import COMPILER, EOS, allowed, begin, ids_of, text, walk
 from tests.time_scale import seconds
 
 AGE = {

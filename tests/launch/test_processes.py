@@ -15,7 +15,7 @@ PROGRAM = """
 from jdisagg.costs.catalog import geometry
 from jdisagg.simulator.planning.planner import Planner, Search, in_turn
 from launch.processes import on_cores
-from tests.simulator.planning.test_planner import GOAL, SITE, WORKLOAD, Servers, both
+from tests.simulator.planning.plans import GOAL, SITE, WORKLOAD, Servers, both
 plans = [
     Planner(
         geometry("llama-3-70b"), SITE, GOAL, both(Servers(lambda item: 3.0 + len(item.name))),

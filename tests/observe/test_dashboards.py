@@ -16,7 +16,7 @@ from jdisagg.observe.canary import Canary
 from tests.fakes.cluster import toy_request
 from tests.fakes.virtual_time import run_virtually
 from tests.observe.test_kept_kv import keeping
-from tests.worker.test_host_tier import other
+from tests.worker.tiers import other
 from tools import dashboards
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -13,8 +13,8 @@ from tests.fakes.virtual_time import run_virtually
 from tests.observe.observed import ObservedCluster
 from tests.observe.spans import trace_of
 from tests.observe.test_metrics import Samples, at, parse
-from tests.worker.test_host_tier import BLOCK_BYTES, FAST, PIECES, other
-from tests.worker.test_prefix_reuse import NAMES, limits
+from tests.worker.conversations import NAMES, limits
+from tests.worker.tiers import BLOCK_BYTES, FAST, PIECES, other
 
 ROOM = TierRoom(12 * BLOCK_BYTES, 50 * (BLOCK_BYTES + FILE_EXTRA_BYTES), always=True)
 

@@ -9,25 +9,16 @@ import pytest
 from jdisagg.costs.measured import StepTimes
 from jdisagg.costs.speeds import Speed
 from jdisagg.errors import UnavailableError
-from jdisagg.messages.worker_status import WorkerStatus
 from jdisagg.router.accounts import Work
 from jdisagg.router.cluster_state import ClusterState, Description
 from jdisagg.router.corrections import Corrections, LearnedCorrections, PromptWay
 from jdisagg.router.cost_terms import STEPS_TO_JOIN, paced_until
 from jdisagg.router.decision import PlacementPolicy, PlacementQuery
 from jdisagg.router.placement import decide
-from tests.router.fleets import H100, accounts_of, decode_status, prefill_status, state_of
-from tests.router.test_decide import decision
+from tests.router.decisions import APPEND, TURN, appends, decision
+from tests.router.fleets import H100, accounts_of, prefill_status, state_of
 
-APPEND = 256
 POLICY = PlacementPolicy(hold_seconds=1e9)
-# A turn of 200 tokens behind a history that the decode worker keeps.
-TURN = PlacementQuery(Work(4200, expected_tokens=100), cached={"d0": 4000})
-
-
-def appends(name: str, sequences: int = 0, contexts: int = 0) -> WorkerStatus:
-    status = decode_status(name, (sequences,), (contexts,), can_prefill=True)
-    return msgspec.structs.replace(status, chunk_tokens=APPEND)
 
 
 def test_what_is_missing_is_appended_where_the_history_is_kept() -> None:

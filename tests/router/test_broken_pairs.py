@@ -9,11 +9,10 @@ from jdisagg.router.breaker import PairBreakers
 from jdisagg.router.decision import PlacementQuery
 from jdisagg.router.replacements import another_prefill
 from jdisagg.timeouts import Backoff
+from tests.router.decisions import TURN, appends, decision
 from tests.router.fleets import decode_status, prefill_status
 from tests.router.fleets import state_of as priced
-from tests.router.test_appending import TURN, appends
-from tests.router.test_decide import decision
-from tests.router.test_placement import RULES, D, P, state_of, status
+from tests.router.pairs import RULES, D, P, state_of, status
 
 QUERY = PlacementQuery(Work(1000, expected_tokens=100))
 

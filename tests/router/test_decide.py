@@ -14,6 +14,7 @@ from jdisagg.router.cost_terms import STEPS_ALONE, STEPS_TO_JOIN
 from jdisagg.router.decision import Decision, Deferred, PlacementPolicy, PlacementQuery, Refusal
 from jdisagg.router.placement import WORTH_TO_OTHERS, decide
 from jdisagg.scheduler.backlog import causal_pairs
+from tests.router.decisions import ASK, EASY, closeness, decision
 from tests.router.fleets import (
     A100,
     H100,
@@ -23,25 +24,6 @@ from tests.router.fleets import (
     random_fleet,
     state_of,
 )
-
-ASK = PlacementQuery(Work(1000, expected_tokens=100))
-EASY = PlacementPolicy(hold_seconds=1e9)
-
-
-def decision(
-    state: ClusterState,
-    query: PlacementQuery = ASK,
-    policy: PlacementPolicy = EASY,
-    now: float = 0.0,
-) -> Decision:
-    answer = decide(state, query, now, policy)
-    assert isinstance(answer, Decision), answer
-    return answer
-
-
-def closeness(one: str, other: str) -> int:
-    shared = [a == b for a, b in zip(one.split("/"), other.split("/"), strict=True)]
-    return shared.index(False) if False in shared else len(shared)
 
 
 def cheapest_pair(
@@ -138,11 +120,9 @@ def test_prefill_goes_by_seconds_of_work_not_by_requests() -> None:
 
 def test_long_waiting_prompts_count_by_their_attention_too() -> None:
     """As many tokens, in one prompt and in many: the one has more pairs of positions."""
-    one, many = (
-        prefill_status("p0", queued_tokens=8000),
-        msgspec.structs.replace(
-            prefill_status("p1", queued_tokens=8000), queued_pairs=80 * causal_pairs(0, 100)
-        ),
+    one = prefill_status("p0", queued_tokens=8000)
+    many = msgspec.structs.replace(
+        prefill_status("p1", queued_tokens=8000), queued_pairs=80 * causal_pairs(0, 100)
     )
     chosen = decision(state_of(one, many, decode_status("d0")))
     assert chosen.prefill == "p1"
@@ -199,12 +179,8 @@ def test_known_beginnings_draw_the_request_on_both_sides() -> None:
         place="far",
     )
     chosen = decision(state, replace(ASK, cached={"p1": 800, "d1": 800}))
-    assert (chosen.prefill, chosen.decode, chosen.kind, chosen.cached_tokens) == (
-        "p1",
-        "d1",
-        "prefix",
-        800,
-    )
+    assert chosen.prefill == "p1" and chosen.decode == "d1" and chosen.kind == "prefix"
+    assert chosen.cached_tokens == 800
     assert decision(state).cached_tokens == 0
     whole = decision(state, replace(ASK, cached={"p1": 10**6}))
     assert whole.cached_tokens == ASK.work.tokens - 1, (
@@ -233,10 +209,8 @@ def test_a_known_beginning_does_not_pin_to_a_worker_that_drains_or_is_silent_or_
 
 def test_the_steps_of_the_fullest_rank_count_and_the_emptiest_rank_takes_the_sequence() -> None:
     """The same number of sequences, on even and on uneven ranks."""
-    even, uneven = (
-        decode_status("even", (50, 50), (20000, 20000)),
-        decode_status("uneven", (95, 5), (38000, 2000)),
-    )
+    even = decode_status("even", (50, 50), (20000, 20000))
+    uneven = decode_status("uneven", (95, 5), (38000, 2000))
     chosen = decision(state_of(prefill_status("p0"), uneven, even))
     assert chosen.decode == "even"
 
@@ -372,11 +346,8 @@ def test_a_short_prompt_is_prefilled_where_it_is_decoded_when_that_is_cheaper_by
     busy = prefill_status("p0", queued_tokens=20000)
     short = PlacementQuery(Work(100, expected_tokens=50))
     local = decision(state_of(busy, able), short)
-    assert (local.prefill, local.decode, local.kind) == (
-        None,
-        "d0",
-        "local",
-    ) and "less in total than p0" in local.reason
+    assert (local.prefill, local.decode, local.kind) == (None, "d0", "local")
+    assert "less in total than p0" in local.reason
     apart = decision(state_of(busy, unable), short)
     assert apart.prefill == "p0" and "d0 alone would be cheaper, but cannot prefill" in apart.reason
     assert "cannot" not in decision(state_of(prefill_status("p0"), unable), ASK).reason
@@ -387,10 +358,8 @@ def test_a_short_prompt_is_prefilled_where_it_is_decoded_when_that_is_cheaper_by
 
 def test_never_where_a_running_stream_would_wait_for_a_token_beyond_the_bound() -> None:
     running = decode_status("d0", (50,), (50000,), can_prefill=True)
-    busy, query = (
-        prefill_status("p0", queued_tokens=20000),
-        PlacementQuery(Work(1500, expected_tokens=50)),
-    )
+    busy = prefill_status("p0", queued_tokens=20000)
+    query = PlacementQuery(Work(1500, expected_tokens=50))
     assert decision(state_of(busy, running), query).prefill is None
     step = decision(state_of(busy, running), query).tpot_seconds
     assert step is not None

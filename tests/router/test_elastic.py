@@ -38,10 +38,8 @@ def test_a_cluster_with_room_on_both_sides_stays_as_it_is():
     here = plant()
     here.run(900, EASY)
     assert not here.switches
-    assert (
-        here.controller.latest is not None
-        and here.controller.latest.reason == "both pools have room"
-    )
+    assert here.controller.latest is not None
+    assert here.controller.latest.reason == "both pools have room"
 
 
 def test_a_short_prefill_pool_gets_a_decode_worker_that_can_be_spared():

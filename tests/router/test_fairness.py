@@ -111,12 +111,10 @@ def test_what_is_removed_is_not_served_nor_charged() -> None:
         queue.remove(key)
     assert len(queue) == 15
     assert Counter(ticket.tenant for ticket in served(queue, 10)) == {"a": 5, "b": 5}
-    assert (
-        queue.head() is not None
-        and len(served(queue, 5)) == 5
-        and queue.head() is None
-        and not len(queue)
-    )
+    assert queue.head() is not None
+    assert len(served(queue, 5)) == 5
+    assert queue.head() is None
+    assert not len(queue)
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -137,12 +135,10 @@ def test_what_is_ahead_is_what_is_then_served_before(seed: int) -> None:
             queue.serve()
         if draw.random() < 0.1:
             queue.remove(draw.randrange(key + 1))
-    tenant, cost, due, priority = (
-        draw.choice("abcde"),
-        5.0,
-        draw.random() * 20,
-        draw.randrange(-2, 3),
-    )
+    tenant = draw.choice("abcde")
+    cost = 5.0
+    due = draw.random() * 20
+    priority = draw.randrange(-2, 3)
     predicted = queue.ahead(tenant, cost, due, priority)
     queue.add(Ticket(1000, tenant, due, cost, priority))
     before = 0.0

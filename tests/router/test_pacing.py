@@ -17,10 +17,8 @@ RUNNING = decode_status("m0", (8,), (8000,), role=M)
 
 
 def test_prompts_come_to_one_pool_as_far_apart_as_steps_leave_time_for_them() -> None:
-    accounts, policy = (
-        accounts_of({RUNNING: Description("", H100)}),
-        PlacementPolicy(tpot_slo_seconds=0.02),
-    )
+    accounts = accounts_of({RUNNING: Description("", H100)})
+    policy = PlacementPolicy(tpot_slo_seconds=0.02)
     prompt, now = Speed(H100).prefill_seconds(2000, 0, 2048), 1.0
     for placed in range(3):
         answer = decide(accounts.state, ASK, now, policy)
@@ -49,27 +47,22 @@ def test_the_pace_of_several_ranks_is_kept_to_the_bound_on_queued_work() -> None
 def test_there_is_no_pace_to_keep_without_a_bound_or_beside_nobody() -> None:
     accounts = accounts_of({RUNNING: Description("", H100)})
     answer = decide(accounts.state, ASK, 0.0, PlacementPolicy())
+    assert isinstance(answer, Decision)
     assert (
-        isinstance(answer, Decision)
-        and paced_until(
-            accounts.state, ASK, answer, PlacementPolicy(tpot_slo_seconds=math.inf), 0.0
-        )
+        paced_until(accounts.state, ASK, answer, PlacementPolicy(tpot_slo_seconds=math.inf), 0.0)
         is None
     )
     idle = accounts_of({decode_status("m0", role=M): Description("", H100)})
     idle.pace("m0", 5.0)
     answer = decide(idle.state, ASK, 0.0, PlacementPolicy(tpot_slo_seconds=0.02))
-    assert (
-        isinstance(answer, Decision)
-        and answer.terms is not None
-        and answer.terms.prefill_queue == 0.0
-    )
+    assert isinstance(answer, Decision)
+    assert answer.terms is not None
+    assert answer.terms.prefill_queue == 0.0
     apart = accounts_of(
         {prefill_status("p0"): Description("", H100), decode_status("d0"): Description("", H100)}
     )
     answer = decide(apart.state, ASK, 0.0, PlacementPolicy(tpot_slo_seconds=0.02))
+    assert isinstance(answer, Decision)
     assert (
-        isinstance(answer, Decision)
-        and paced_until(apart.state, ASK, answer, PlacementPolicy(tpot_slo_seconds=0.02), 0.0)
-        is None
+        paced_until(apart.state, ASK, answer, PlacementPolicy(tpot_slo_seconds=0.02), 0.0) is None
     )

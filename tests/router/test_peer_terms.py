@@ -11,8 +11,8 @@ from jdisagg.costs.speeds import speed_of
 from jdisagg.router.accounts import Work
 from jdisagg.router.decision import PlacementPolicy, PlacementQuery
 from jdisagg.router.peer_terms import CHUNKS_ISSUED
+from tests.router.decisions import closeness, decision
 from tests.router.fleets import H100, M, decode_status, prefill_status, random_fleet, state_of
-from tests.router.test_decide import closeness, decision
 
 FETCH = PlacementPolicy(hold_seconds=1e9, peer_fetch=True)
 ALONE = replace(FETCH, peer_fetch=False)
@@ -144,11 +144,9 @@ def test_the_least_of_computing_and_fetching_is_weighed_for_each_worker(
 
     def price(name: str, source: str) -> tuple[float, str]:
         """Seconds to its first token where it fetches from there, or from nobody."""
-        description, said, theirs = (
-            state.description(name),
-            statuses[name],
-            state.description(source),
-        )
+        description = state.description(name)
+        said = statuses[name]
+        theirs = state.description(source)
         assert description.kind is not None and theirs.kind is not None
         speed, sending = speed_of(description.kind), speed_of(theirs.kind)
         assert speed is not None and sending is not None

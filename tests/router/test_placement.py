@@ -1,54 +1,19 @@
 """Workers that placement avoids or leaves out: those that failed, drain, are silent, load programs
 or have an open breaker. Their speeds are assumed."""
 
-from collections.abc import Iterable
 from dataclasses import replace
 
-import msgspec
 import pytest
 
 from jdisagg.errors import OverloadedError, UnavailableError
-from jdisagg.messages.worker_status import WorkerRole, WorkerStatus
-from jdisagg.router.accounts import Accounts, Work
+from jdisagg.router.accounts import Accounts
 from jdisagg.router.admission import admit
 from jdisagg.router.cluster_state import ClusterState
-from jdisagg.router.decision import Decision, PlacementPolicy, PlacementQuery
 from jdisagg.router.placement import decide
 from jdisagg.router.replacements import another_decode, another_prefill
+from tests.router.pairs import ASK, RULES, D, M, P, place, state_of, status
 
-
-def status(
-    name: str,
-    role: WorkerRole,
-    free: int = 10,
-    running: int = 0,
-    waiting: int = 0,
-    draining: bool = False,
-) -> WorkerStatus:
-    can_prefill = role is not WorkerRole.DECODE
-    worker = WorkerStatus(
-        name, role, "dp=1,tp=1,ep=1", (free,), (10,), running, waiting, 4, 16, 128, draining
-    )
-    return msgspec.structs.replace(worker, can_prefill=can_prefill)
-
-
-P, D, M = WorkerRole.PREFILL, WorkerRole.DECODE, WorkerRole.MIXED
-ASK = PlacementQuery(Work(20, expected_tokens=8))
-RULES = PlacementPolicy()
 PAIR = (status("p0", P), status("d0", D))
-
-
-def state_of(workers: Iterable[WorkerStatus]) -> ClusterState:
-    state = ClusterState()
-    for worker in workers:
-        state.update(worker, 0.0)
-    return state
-
-
-def place(*workers: WorkerStatus, query: PlacementQuery = ASK, now: float = 0.0) -> Decision:
-    decision = decide(state_of(workers), query, now, RULES)
-    assert isinstance(decision, Decision)
-    return decision
 
 
 def test_a_mixed_worker_prefills_for_itself() -> None:

@@ -17,7 +17,7 @@ from jdisagg.router.decision import Decision, Deferred, PlacementPolicy, Placeme
 from jdisagg.router.fairness import FairQueue, Ticket
 from jdisagg.router.placement import decide
 from jdisagg.scheduler.priorities import PRIORITY_SECONDS
-from tests.dispatch.test_placer import Desk
+from tests.dispatch.desk import Desk
 from tests.fakes.virtual_time import run_virtually
 from tests.router.fleets import decode_status, prefill_status, state_of
 

@@ -11,10 +11,10 @@ from jdisagg.router.accounts import Work
 from jdisagg.router.cluster_state import ClusterState
 from jdisagg.router.decision import PlacementQuery
 from jdisagg.router.replacements import another_decode, another_prefill
+from tests.router.decisions import decision
 from tests.router.fleets import decode_status, prefill_status
 from tests.router.fleets import state_of as priced
-from tests.router.test_decide import decision
-from tests.router.test_placement import RULES, D, P, place, state_of, status
+from tests.router.pairs import RULES, D, P, place, state_of, status
 
 QUERY = PlacementQuery(Work(1000, expected_tokens=100))
 

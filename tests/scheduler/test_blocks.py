@@ -17,11 +17,9 @@ def test_even_runs_cover_everything_once_and_differ_by_one_at_most(count: int, r
     found = even_runs(count, runs)
     assert [item for run in found for item in run] == list(range(count))
     sizes = [len(run) for run in found]
-    assert (
-        len(found) == min(runs, count)
-        and sizes == sorted(sizes, reverse=True)
-        and sizes[0] - sizes[-1] <= 1
-    )
+    assert len(found) == min(runs, count)
+    assert sizes == sorted(sizes, reverse=True)
+    assert sizes[0] - sizes[-1] <= 1
 
 
 @given(st.integers(1, 100), st.integers(1, 1 << 32), st.integers(0, 1 << 26))

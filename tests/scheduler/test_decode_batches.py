@@ -1,59 +1,15 @@
 """The decode scheduler by hand: plans, results that come one step late, overrun, growth,
 preemption."""
 
-from dataclasses import replace
-
 import pytest
 
-from jdisagg.messages.step_commands import DecodeResult, DecodeSteps, SampledToken
+from jdisagg.messages.step_commands import SampledToken
 from jdisagg.request import FinishReason, Grammar, GrammarKind
-from jdisagg.scheduler.decode_batches import DecodeBatches
-from jdisagg.scheduler.decode_state import DecodeState
-from jdisagg.scheduler.executor import MeshLimits
 from jdisagg.scheduler.handoff import HandoffEvent
-from jdisagg.scheduler.reservations import Reservations
-from jdisagg.scheduler.sequences import SequenceGroup, Stage
+from jdisagg.scheduler.sequences import Stage
 from tests.fakes.cluster import toy_request
 from tests.fakes.fake_executor import toy_limits
-
-STOP = 99
-
-
-class Bench:
-    """A state with its two deciders, and short names for what a worker would do."""
-
-    def __init__(self, limits: MeshLimits, growth_tokens: int = 4, steps: int = 1) -> None:
-        self.state = DecodeState(limits)
-        self.reservations = Reservations(self.state, growth_tokens)
-        self.batches = DecodeBatches(self.state, growth_tokens, steps)
-        self.step = 0
-
-    def ready(
-        self,
-        number: int,
-        prompt_tokens: int = 4,
-        max_tokens: int = 20,
-        first: int = 1,
-        grammar: Grammar | None = None,
-    ) -> SequenceGroup:
-        request = replace(
-            toy_request(number, prompt_tokens, max_tokens=max_tokens, grammar=grammar),
-            stop_ids=(STOP,),
-        )
-        self.reservations.enqueue(request, 1, ((0, ()),), arrival=float(number))
-        (group,) = self.reservations.grant(lease_until=9.0)
-        self.state.advance(group, HandoffEvent.GENERATE, 9.0)
-        self.batches.ready(group, (SampledToken(group.key, 0, first),), 0, 9.0)
-        return group
-
-    def plan(self, quiet: bool = True) -> DecodeSteps:
-        self.step += 1
-        plan = self.batches.next_step(self.step, quiet)
-        assert plan is not None
-        return plan
-
-    def result(self, plan: DecodeSteps, *rows: tuple[int, ...]) -> None:
-        self.batches.apply(DecodeResult(plan.step, (rows,)))
+from tests.scheduler.bench import STOP, Bench
 
 
 def test_the_next_step_is_planned_before_the_last_is_read() -> None:
@@ -185,9 +141,8 @@ def test_a_lone_sequence_that_fits_the_rank_is_never_preempted() -> None:
     (child,) = bench.ready(1, max_tokens=20).children
     for token in range(19):
         bench.result(bench.plan(), (token,))
-    assert (
-        bench.state.take_news()[-1].finish is FinishReason.LENGTH and bench.state.preemptions == 0
-    )
+    assert bench.state.take_news()[-1].finish is FinishReason.LENGTH
+    assert bench.state.preemptions == 0
     assert len(child.generated) == 20
 
 
@@ -199,9 +154,8 @@ def test_ready_sequences_wait_for_a_slot_oldest_first() -> None:
     assert not bench.plan().admits
     bench.state.end_group(running)
     plan = bench.plan()
-    assert [admit.sequence for admit in plan.admits] == [
-        waiting.children[0].key
-    ] and plan.slots == ((0,),)
+    assert [admit.sequence for admit in plan.admits] == [waiting.children[0].key]
+    assert plan.slots == ((0,),)
 
 
 def test_an_admission_carries_the_tokens_that_penalties_count() -> None:

@@ -1,7 +1,5 @@
 """Who gets pages on a prefill mesh, replayed from snapshots: no worker, no clock."""
 
-from collections.abc import Mapping
-
 import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
@@ -14,21 +12,11 @@ from jdisagg.scheduler.prefill_admission import (
     RankLoad,
     admit,
 )
-
-MOST = 100
+from tests.scheduler.prompts import MOST, snapshot
 
 
 def prompt(key: int, pages: int = 1, destination: str = "d0", tokens: int = 4) -> QueuedPrompt:
     return QueuedPrompt(key, float(key), destination, tokens, pages)
-
-
-def snapshot(
-    *waiting: QueuedPrompt,
-    ranks: tuple[RankLoad, ...] = (RankLoad(8, 0),),
-    unbegun: tuple[tuple[QueuedPrompt, int], ...] = (),
-    offered: Mapping[str, int] | None = None,
-) -> AdmissionSnapshot:
-    return AdmissionSnapshot(waiting, unbegun, ranks, offered or {}, MOST)
 
 
 def test_the_oldest_go_first_to_the_rank_with_the_least_queued_work() -> None:

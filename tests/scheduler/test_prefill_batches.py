@@ -7,34 +7,11 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jdisagg.messages.step_commands import PrefillChunk, SampleSpec
-from jdisagg.request import SamplingParams
+from jdisagg.messages.step_commands import PrefillChunk
 from jdisagg.scheduler.blocks import merged_block, padded, split_blocks
-from jdisagg.scheduler.executor import MeshLimits
-from jdisagg.scheduler.prefill_batches import PrefillBatches, PrefillJob
+from jdisagg.scheduler.prefill_batches import PrefillBatches
 from tests.fakes.fake_executor import toy_limits
-
-LIMITS = toy_limits(
-    chunk_buckets=(16, 32, 64), granule_tokens=8, rows_per_chunk=3, page_size=8, context_tokens=512
-)
-
-
-def job(
-    sequence: int,
-    tokens: int,
-    rank: int = 0,
-    arrival: float = 0.0,
-    samples: int = 1,
-    offers_from: int | None = 0,
-) -> PrefillJob:
-    specs = tuple(SampleSpec(child, SamplingParams()) for child in range(samples))
-    return PrefillJob(
-        sequence, rank, tuple(range(tokens)), tuple(range(100)), specs, arrival, offers_from
-    )
-
-
-def batches(limits: MeshLimits = LIMITS) -> PrefillBatches:
-    return PrefillBatches(limits, itertools.count(1).__next__)
+from tests.scheduler.prompts import LIMITS, batches, job
 
 
 def all_chunks(packer: PrefillBatches) -> list[PrefillChunk]:
@@ -172,10 +149,8 @@ def test_prompts_that_are_held_back_go_on_later_and_a_chunk_goes_on_with_one_pro
             assert row.sequence not in held and row.start == done[row.sequence]
             done[row.sequence] += len(row.tokens)
             assert bool(row.samples) == (done[row.sequence] == shapes[row.sequence][0])
-    assert (
-        done == {sequence: tokens for sequence, (tokens, _) in enumerate(shapes)}
-        and len(packer) == 0
-    )
+    assert done == {sequence: tokens for sequence, (tokens, _) in enumerate(shapes)}
+    assert len(packer) == 0
 
 
 @given(
@@ -197,10 +172,8 @@ def test_a_rows_blocks_cover_it_once_in_every_layer_group_and_padding_is_taken_w
         for row, later in itertools.zip_longest(chunk.rows, chunk.rows[1:]):
             room = chunk.chunk_tokens if later is None else later.offset
             skipped = min(8 * shapes[row.sequence][1], (shapes[row.sequence][0] - 1) // 8 * 8)
-            start, end = (
-                max(row.offset, row.offset + skipped - row.start),
-                row.offset + len(row.tokens),
-            )
+            start = max(row.offset, row.offset + skipped - row.start)
+            end = row.offset + len(row.tokens)
             assert bool(row.offers) == (start < end)
             for group in range(2 if row.offers else 0):
                 offers = [

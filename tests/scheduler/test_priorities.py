@@ -20,9 +20,8 @@ from jdisagg.scheduler.reservations import WaitingReservation
 from jdisagg.scheduler.sequences import Sequence, SequenceGroup
 from tests.fakes.cluster import toy_request
 from tests.fakes.fake_executor import toy_limits
-from tests.scheduler.test_decode_batches import Bench
-from tests.scheduler.test_prefill_admission import snapshot
-from tests.scheduler.test_prefill_batches import batches, job
+from tests.scheduler.bench import Bench
+from tests.scheduler.prompts import batches, job, snapshot
 
 NUMBERS = st.integers(-20, 20)
 

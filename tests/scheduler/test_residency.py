@@ -276,13 +276,11 @@ def test_a_block_is_named_by_the_images_in_it(
         images = () if pixels is None else (PromptImage.of(at, length, (1, 2, 2), pixels),)
         return NAMES.chain(replace(request(tokens), images=images), tokens, GRAIN)
 
-    one, same, other, text, later = (
-        chain(b"a"),
-        chain(b"a"),
-        chain(b"b"),
-        chain(None),
-        chain(b"a", start + 1),
-    )
+    one = chain(b"a")
+    same = chain(b"a")
+    other = chain(b"b")
+    text = chain(None)
+    later = chain(b"a", start + 1)
     assert one == same
     before = start // GRAIN
     for different in (other, text, later):

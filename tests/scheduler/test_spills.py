@@ -13,7 +13,7 @@ from jdisagg.scheduler.sequences import Sequence, Stage
 from jdisagg.scheduler.spills import SPILLS_AT_ONCE, Spill, Spills, batch_ranges
 from tests.fakes.fake_executor import toy_limits
 from tests.fakes.fake_states import with_state
-from tests.scheduler.test_decode_batches import Bench
+from tests.scheduler.bench import Bench
 
 LIMITS = toy_limits(page_size=4, pages_per_rank=400, slots_per_rank=8)
 TOKEN_BYTES = LIMITS.kv_spec.bytes_per_token

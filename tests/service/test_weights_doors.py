@@ -29,9 +29,9 @@ from jdisagg.messages.weights import (
 )
 from jdisagg.messages.worker_status import WorkerStatus
 from jdisagg.telemetry import Counters
+from tests.fakes.manual_clock import ManualClock
 from tests.service.doors import STATUS
 from tests.service.http_doors import HttpDoor, http_door
-from tests.transfer.conformance import ManualClock
 
 
 @dataclass

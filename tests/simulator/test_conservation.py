@@ -1,9 +1,5 @@
 """Under any faults every request ends once, all pages return, and the faults did strike."""
 
-import random
-from collections import Counter
-from collections.abc import Sequence
-
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -25,36 +21,8 @@ from jdisagg.simulator.faults import (
 from jdisagg.simulator.fleet import Fleet
 from jdisagg.simulator.run import Result, simulate
 from jdisagg.simulator.workloads import Arrival, Fixed, poisson
+from tests.simulator.conservation import check, random_faults
 from tests.simulator.fleets import LENGTHS, small_fleet
-
-
-def random_faults(
-    seed: int, workers: Sequence[str], until_seconds: float, count: int, back_after: float = 5.0
-) -> list[Fault]:
-    """Returns `count` faults of all kinds at random times; dead workers are restarted."""
-    chance = random.Random(seed)
-    found: list[Fault] = []
-    for _ in range(count):
-        at, worker = chance.uniform(0, until_seconds), chance.choice(list(workers))
-        match chance.randrange(5):
-            case 0:
-                found.append(Death(worker, at, back_after))
-            case 1:
-                found.append(Stall(worker, at, back_after))
-            case 2:
-                found.append(Broken(worker, at, back_after))
-            case 3:
-                found.append(
-                    SlowLink(
-                        worker,
-                        at,
-                        chance.choice([0.5, 0.1, 0.01]),
-                        chance.uniform(0, until_seconds),
-                    )
-                )
-            case _:
-                found.append(Cancels(at, chance.uniform(0.05, 0.5), chance.getrandbits(32)))
-    return found
 
 
 def run(
@@ -64,18 +32,6 @@ def run(
     return simulate(
         fleet, arrivals, seed, hooks=[schedule(faults)], mortal=True, settle_seconds=60.0
     )
-
-
-def check(result: Result, count: int = 40) -> Counter[str]:
-    assert [outcome.request_id for outcome in result.outcomes] == [
-        str(number) for number in range(count)
-    ]
-    assert result.pages_lost == 0
-    arrivals = poisson(4.0, count, LENGTHS, 0)
-    for outcome in result.outcomes:
-        if outcome.end == "finished" and count == len(arrivals):
-            assert outcome.output_tokens > 0
-    return Counter(outcome.end for outcome in result.outcomes)
 
 
 @settings(max_examples=12, suppress_health_check=[HealthCheck.too_slow])
@@ -135,9 +91,8 @@ def test_running_sequences_move_off_a_worker_that_drains() -> None:
 
     arrivals = poisson(4.0, 12, Fixed(400, 600), 0)
     result = simulate(small_fleet(pages=512), arrivals, hooks=[switch], settle_seconds=60.0)
-    assert [outcome.end for outcome in result.outcomes] == [
-        "finished"
-    ] * 12 and result.pages_lost == 0
+    assert [outcome.end for outcome in result.outcomes] == ["finished"] * 12
+    assert result.pages_lost == 0
     assert result.counters["sequences_moved"] > 0
     assert taken[0] < 2.0, "those that would run for many seconds more were not waited for"
 

@@ -26,10 +26,8 @@ def test_simulated_requests_run_where_the_router_has_placed_them() -> None:
     assert len(answers) == 40
     for answer, outcome in zip(answers, result.outcomes, strict=True):
         assert isinstance(answer, Decision)
-        assert outcome.prefill == answer.prefill and outcome.decode in (
-            answer.decode,
-            answer.prefill,
-        )
+        assert outcome.prefill == answer.prefill
+        assert outcome.decode in (answer.decode, answer.prefill)
     assert {outcome.prefill for outcome in result.outcomes} == {"prefill-0", "prefill-1"}
 
 

@@ -109,10 +109,8 @@ def test_pools_stand_side_by_side_on_hosts_and_large_instances_take_whole_ones()
         == ["host0", "host1"]
     )
     between = fleet.link_between()
-    assert (
-        between(prefill[0], decode[0]).name == "nvlink4"
-        and between(prefill[0], decode[1]).name == "infiniband-ndr"
-    )
+    assert between(prefill[0], decode[0]).name == "nvlink4"
+    assert between(prefill[0], decode[1]).name == "infiniband-ndr"
     whole = replace(INSTANCE, layout=Layout(dp=2, tp=8))
     places = Fleet(
         geometry("llama-3.1-8b"), Pool(2, accelerator("h100"), whole), mode=Mode.CHUNKED

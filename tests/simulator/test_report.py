@@ -46,11 +46,9 @@ def outcome(
 
 def test_times_of_a_request_are_those_of_the_definitions() -> None:
     one = outcome(3, ttft=0.5, tpot=0.02, tokens=11)
-    assert (
-        one.ttft == pytest.approx(0.5)
-        and one.tpot == pytest.approx(0.02)
-        and one.latency == pytest.approx(0.7)
-    )
+    assert one.ttft == pytest.approx(0.5)
+    assert one.tpot == pytest.approx(0.02)
+    assert one.latency == pytest.approx(0.7)
     single = outcome(0, tokens=1)
     assert single.tpot is None and single.gaps is None
 
@@ -108,11 +106,9 @@ def test_percentiles_are_numpys_and_none_where_nothing_is() -> None:
 
 def test_without_price_slo_or_usage_those_figures_are_not_made_up() -> None:
     report = summarise([outcome(0), outcome(1)], usage=[WorkerUsage("w", "mixed", 1, 1.0, None)])
-    assert (
-        report.attainment is None
-        and report.goodput_per_second is None
-        and report.dollars_per_million_tokens is None
-    )
+    assert report.attainment is None
+    assert report.goodput_per_second is None
+    assert report.dollars_per_million_tokens is None
 
 
 def test_tenants_are_reported_apart() -> None:
@@ -145,11 +141,9 @@ def test_runs_of_gaps_are_kept_like_single_gaps(runs: list[tuple[float, int]]) -
     kept = Gaps.of(runs)
     assert kept is not None
     assert kept.count == len(single) == sum(kept.counts)
-    assert (
-        kept.total == pytest.approx(sum(single))
-        and kept.longest == max(single)
-        and kept.first == single[0]
-    )
+    assert kept.total == pytest.approx(sum(single))
+    assert kept.longest == max(single)
+    assert kept.first == single[0]
     tenth = max(1, round(len(single) / 10))
     assert kept.slowest_tenth == pytest.approx(np.mean(sorted(single)[-tenth:]))
     again = Gaps.of((seconds, 1) for seconds in single)
@@ -158,12 +152,8 @@ def test_runs_of_gaps_are_kept_like_single_gaps(runs: list[tuple[float, int]]) -
 
 def test_gaps_of_times_are_their_differences() -> None:
     kept = Gaps.of_times([1.0, 1.5, 1.5, 3.5])
-    assert kept is not None and (kept.count, kept.first, kept.longest, kept.total) == (
-        3,
-        0.5,
-        2.0,
-        2.5,
-    )
+    assert kept is not None
+    assert (kept.count, kept.first, kept.longest, kept.total) == (3, 0.5, 2.0, 2.5)
     assert Gaps.of_times([1.0]) is None
 
 
@@ -186,11 +176,9 @@ def test_a_table_holds_a_row_for_each_request(tmp_path: Path) -> None:
         rows = list(csv.DictReader(lines))
     assert tuple(rows[0]) == COLUMNS and len(rows) == 3
     assert float(rows[0]["ttft_seconds"]) == pytest.approx(0.1) and rows[0]["attained"] == "1"
-    assert (
-        rows[1]["ttft_seconds"] == ""
-        and rows[1]["reason"] == "no room"
-        and rows[1]["attained"] == "0"
-    )
+    assert rows[1]["ttft_seconds"] == ""
+    assert rows[1]["reason"] == "no room"
+    assert rows[1]["attained"] == "0"
     assert attainment(outcomes, SloLimits(0.2, 0.05)) == pytest.approx(2 / 3)
 
 

@@ -22,10 +22,8 @@ def test_a_worker_changes_sides_under_load_and_no_stream_breaks() -> None:
         await cluster.clock.sleep(3.0)
         await cluster.switch_role("prefill-1", WorkerRole.DECODE, seconds=2.0)
         await cluster.clock.sleep(4.0)
-        assert (
-            cluster.seats["prefill-1"].role is WorkerRole.DECODE
-            and "prefill-1" in cluster.membership.decode
-        )
+        assert cluster.seats["prefill-1"].role is WorkerRole.DECODE
+        assert "prefill-1" in cluster.membership.decode
         await cluster.switch_role("prefill-1", WorkerRole.PREFILL, seconds=2.0, drain_seconds=5.0)
 
     arrivals = [Arrival(0.2 * number, 500, 40) for number in range(100)]

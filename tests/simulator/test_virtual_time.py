@@ -119,11 +119,8 @@ def test_groups_timeouts_and_generators_work_as_on_any_loop() -> None:
         async with asyncio.TaskGroup() as tasks:
             one = tasks.create_task(asyncio.sleep(3.0, "one"))
             two = tasks.create_task(asyncio.sleep(1.0, "two"))
-        assert (one.result(), two.result(), asyncio.get_running_loop().time()) == (
-            "one",
-            "two",
-            3.0,
-        )
+        assert one.result() == "one" and two.result() == "two"
+        assert asyncio.get_running_loop().time() == 3.0
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(2.0):
                 await asyncio.sleep(5.0)

@@ -254,9 +254,8 @@ def test_workloads_are_stretched_merged_and_kept_within_a_context() -> None:
     arrivals = poisson(5.0, 500, Fixed(100, 10), seed=1)
     assert mean_rate(at_rate(arrivals, 2.0)) == pytest.approx(2.0)
     both = merge(arrivals, poisson(1.0, 20, Fixed(7, 1), tenant="b"))
-    assert len(both) == 520 and all(
-        a.at_seconds <= b.at_seconds for a, b in zip(both, both[1:], strict=False)
-    )
+    assert len(both) == 520
+    assert all(a.at_seconds <= b.at_seconds for a, b in zip(both, both[1:], strict=False))
     assert len(within_context(both, 50)) == 20
     with pytest.raises(WorkloadError, match="none of 520"):
         within_context(both, 5)

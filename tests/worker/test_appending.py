@@ -4,7 +4,6 @@ meshes that check what lies in every page they read and that no chunk is larger 
 import asyncio
 import random
 from collections.abc import AsyncIterator, Awaitable, Callable
-from dataclasses import replace
 
 import pytest
 
@@ -12,26 +11,10 @@ from jdisagg.errors import UnavailableError
 from jdisagg.messages.ports import DecodePort, GenerateCall, Reservation, ReserveCall, Span
 from jdisagg.messages.ports_middleware import through
 from jdisagg.messages.step_commands import DecodeSteps, PrefillChunk, StepCommand
-from jdisagg.scheduler.executor import Executor, MeshLimits
-from tests.fakes.cluster import Cluster
-from tests.fakes.virtual_time import run_virtually
-from tests.router.fleets import H100
-from tests.worker.test_prefix_reuse import NAMES, Talk, asked, limits, prompt, storm
-
-APPEND = 24
-SLOW = replace(H100, hardware=replace(H100.hardware, memory_bytes_per_second=5e11))
-
-
-def appending(ranks: int = 1, pages: int = 160, page_size: int = 4) -> MeshLimits:
-    """The chunks of the prefill side are larger."""
-    return replace(limits(ranks, pages, page_size), append_buckets=(8, 16, APPEND))
-
-
-def cluster(**more: object) -> Cluster:
-    """Of speeds that the router knows, so that it weighs both ways; the prefill worker's is so much
-    less that many a prompt is appended."""
-    kinds = {"appends": (SLOW, H100), "decode": appending(), "prefill": limits(), "names": NAMES}
-    return Cluster(**{**kinds, **more})  # type: ignore[arg-type]
+from jdisagg.scheduler.executor import Executor
+from tests.fakes.cluster import until
+from tests.worker.appends import APPEND, appending, cluster
+from tests.worker.conversations import Talk, asked, limits, prompt, storm
 
 
 class Commands:
@@ -58,69 +41,57 @@ class Commands:
 @pytest.mark.parametrize(
     ("prefill_size", "decode_size", "ranks"), [(4, 4, 1), (4, 8, 2), (32, 4, 1), (8, 16, 2)]
 )
-def test_what_is_appended_changes_no_token(
+async def test_what_is_appended_changes_no_token(
     seed: int, prefill_size: int, decode_size: int, ranks: int
 ) -> None:
     """Random conversations, of which beginnings go to the prefill worker; some are cancelled."""
     commands = Commands()
-
-    async def main() -> None:
-        async with cluster(
-            decode=appending(ranks, 640 // decode_size, decode_size),
-            prefill=limits(ranks, 640 // prefill_size, prefill_size),
-            wire=True,
-            seed=seed,
-            wrap_mesh=commands.around,
-        ) as made:
-            await storm(made, Talk(seed), requests=40, at_once=4, cancels=0.1)
-            counters = made.decode.counters
-            appended = counters["prompts_appended"]
-            assert appended > made.path.counters["appends_handed_over"]
-            assert 0 < counters["tokens_appended"] <= appended * APPEND
-            assert made.path.counters.labelled()["placements", (("reason", "local"),)] >= appended
-            longest = [len(row.tokens) for one in commands.chunks("prefill0") for row in one.rows]
-            assert max(longest) > APPEND, "what is long is computed by the prefill worker"
-
-    run_virtually(main)
+    async with cluster(
+        decode=appending(ranks, 640 // decode_size, decode_size),
+        prefill=limits(ranks, 640 // prefill_size, prefill_size),
+        wire=True,
+        seed=seed,
+        wrap_mesh=commands.around,
+    ) as made:
+        await storm(made, Talk(seed), requests=40, at_once=4, cancels=0.1)
+        counters = made.decode.counters
+        appended = counters["prompts_appended"]
+        assert appended > made.path.counters["appends_handed_over"]
+        assert 0 < counters["tokens_appended"] <= appended * APPEND
+        assert made.path.counters.labelled()["placements", (("reason", "local"),)] >= appended
+        longest = [len(row.tokens) for one in commands.chunks("prefill0") for row in one.rows]
+        assert max(longest) > APPEND, "what is long is computed by the prefill worker"
 
 
-def test_where_pages_are_few_what_is_appended_is_preempted_and_goes_on_right() -> None:
-    async def main() -> None:
-        async with cluster(
-            decode=appending(pages=46), prefill=limits(pages=64), growth_tokens=4, wire=True
-        ) as made:
-            await storm(made, Talk(7), requests=60, at_once=24)
-            assert made.decode._state.preemptions > 0
-            assert made.decode.counters["prompts_appended"] > 0
-
-    run_virtually(main)
+async def test_where_pages_are_few_what_is_appended_is_preempted_and_goes_on_right() -> None:
+    async with cluster(
+        decode=appending(pages=46), prefill=limits(pages=64), growth_tokens=4, wire=True
+    ) as made:
+        await storm(made, Talk(7), requests=60, at_once=24)
+        assert made.decode._state.preemptions > 0
+        assert made.decode.counters["prompts_appended"] > 0
 
 
-def test_the_next_turn_is_appended_and_neither_computed_elsewhere_nor_sent() -> None:
+async def test_the_next_turn_is_appended_and_neither_computed_elsewhere_nor_sent() -> None:
     commands = Commands()
-
-    async def main() -> None:
-        async with cluster(wrap_mesh=commands.around) as made:
-            first = await made.collect(asked(1, prompt(100)))
-            computed, received = len(commands.chunks("prefill0")), made.decode.counters
-            sent = received["kv_bytes_received"]
-            history = prompt(100) + tuple(first.tokens[0])
-            whole = (len(history) - 1) // 16 * 16
-            second = asked(2, (*history, 7, 8, 9))
-            collected = await made.collect(second)
-            made.check(second, collected)
-            assert collected.usage is not None and collected.usage.cached_tokens == whole
-            assert len(commands.chunks("prefill0")) == computed
-            assert received["kv_bytes_received"] == sent
-            (chunk,) = commands.chunks("decode0")
-            assert [(row.start, len(row.tokens)) for row in chunk.rows] == [
-                (whole, len(history) + 3 - whole)
-            ]
-            status = await made.decode.status()
-            assert status.can_prefill and status.chunk_tokens == APPEND
-            await made.check_quiet()
-
-    run_virtually(main)
+    async with cluster(wrap_mesh=commands.around) as made:
+        first = await made.collect(asked(1, prompt(100)))
+        computed, received = len(commands.chunks("prefill0")), made.decode.counters
+        sent = received["kv_bytes_received"]
+        history = prompt(100) + tuple(first.tokens[0])
+        whole = (len(history) - 1) // 16 * 16
+        second = asked(2, (*history, 7, 8, 9))
+        collected = await made.ask(second)
+        assert collected.cached_tokens == whole
+        assert len(commands.chunks("prefill0")) == computed
+        assert received["kv_bytes_received"] == sent
+        (chunk,) = commands.chunks("decode0")
+        assert [(row.start, len(row.tokens)) for row in chunk.rows] == [
+            (whole, len(history) + 3 - whole)
+        ]
+        status = await made.decode.status()
+        assert status.can_prefill and status.chunk_tokens == APPEND
+        await made.check_quiet()
 
 
 class Forgetful:
@@ -139,25 +110,21 @@ class Forgetful:
         return await proceed(call)
 
 
-def test_what_is_not_kept_any_more_is_computed_by_the_prefill_worker() -> None:
+async def test_what_is_not_kept_any_more_is_computed_by_the_prefill_worker() -> None:
     """The router could not know: running streams would wait for the whole prompt."""
     commands, forgetful = Commands(), Forgetful()
-
-    async def main() -> None:
-        async with cluster(
-            wrap_mesh=commands.around, wrap_decode=lambda port: through(DecodePort, port, forgetful)
-        ) as made:
-            first = await made.collect(asked(1, prompt(100)))
-            forgetful.forget = made.decode._kept.clear
-            second = asked(2, (*prompt(100), *first.tokens[0], 7, 8, 9))
-            made.check(second, await made.collect(second))
-            assert forgetful.times == 1, "it was to be appended"
-            assert made.path.counters["appends_handed_over"] == 1
-            assert not commands.chunks("decode0")
-            assert made.decode.counters["prompts_appended"] == 0
-            await made.check_quiet()
-
-    run_virtually(main)
+    async with cluster(
+        wrap_mesh=commands.around, wrap_decode=lambda port: through(DecodePort, port, forgetful)
+    ) as made:
+        first = await made.collect(asked(1, prompt(100)))
+        forgetful.forget = made.decode._kept.clear
+        second = asked(2, (*prompt(100), *first.tokens[0], 7, 8, 9))
+        await made.ask(second)
+        assert forgetful.times == 1, "it was to be appended"
+        assert made.path.counters["appends_handed_over"] == 1
+        assert not commands.chunks("decode0")
+        assert made.decode.counters["prompts_appended"] == 0
+        await made.check_quiet()
 
 
 class FailsOnce:
@@ -178,49 +145,37 @@ class FailsOnce:
             yield span
 
 
-def test_an_attempt_to_append_that_fails_is_followed_by_another() -> None:
+async def test_an_attempt_to_append_that_fails_is_followed_by_another() -> None:
     fails = FailsOnce()
-
-    async def main() -> None:
-        async with cluster(wrap_decode=lambda port: through(DecodePort, port, fails)) as made:
-            first = await made.collect(asked(1, prompt(100)))
-            second = asked(2, (*prompt(100), *first.tokens[0], 7, 8, 9))
-            made.check(second, await made.collect(second))
-            assert fails.failed == 1 and made.path.counters["attempts_failed"] == 1
-            await made.check_quiet()
-
-    run_virtually(main)
+    async with cluster(wrap_decode=lambda port: through(DecodePort, port, fails)) as made:
+        first = await made.collect(asked(1, prompt(100)))
+        second = asked(2, (*prompt(100), *first.tokens[0], 7, 8, 9))
+        await made.ask(second)
+        assert fails.failed == 1 and made.path.counters["attempts_failed"] == 1
+        await made.check_quiet()
 
 
-def test_streams_get_a_token_between_any_two_chunks_that_are_appended() -> None:
+async def test_streams_get_a_token_between_any_two_chunks_that_are_appended() -> None:
     """Four prompts come at once to a mesh where sequences run; each fills a chunk."""
     commands = Commands()
-
-    async def main() -> None:
-        async with cluster(wrap_mesh=commands.around, decode=appending(pages=300)) as made:
-            rng = random.Random(5)
-            beginnings = [tuple(rng.randrange(89) for _ in range(48)) for _ in range(4)]
-            for number, ids in enumerate(beginnings):
-                await made.collect(asked(number, ids))
-            long = asked(9, prompt(40))
-            long = replace(long, sampling=replace(long.sampling, max_tokens=100))
-            running = asyncio.ensure_future(made.collect(long))
-            while not any(made.decode._state.running):
-                await asyncio.sleep(0.01)
-            told = [asked(20 + at, (*ids, *range(20))) for at, ids in enumerate(beginnings)]
-            for request, one in zip(
-                told, await asyncio.gather(*map(made.collect, told)), strict=True
-            ):
-                made.check(request, one)
-            assert not running.done(), "it ran all the while"
-            assert made.decode.counters["prompts_appended"] == 4
-            kinds = [
-                type(one)
-                for one in commands.of["decode0"]
-                if isinstance(one, (PrefillChunk, DecodeSteps))
-            ]
-            assert kinds.count(PrefillChunk) == 4
-            assert (PrefillChunk, PrefillChunk) not in set(zip(kinds, kinds[1:], strict=False))
-            made.check(long, await running)
-
-    run_virtually(main)
+    async with cluster(wrap_mesh=commands.around, decode=appending(pages=300)) as made:
+        rng = random.Random(5)
+        beginnings = [tuple(rng.randrange(89) for _ in range(48)) for _ in range(4)]
+        for number, ids in enumerate(beginnings):
+            await made.collect(asked(number, ids))
+        long = asked(9, prompt(40), 100)
+        running = asyncio.ensure_future(made.collect(long))
+        await until(lambda: any(made.decode._state.running), 0.01)
+        told = [asked(20 + at, (*ids, *range(20))) for at, ids in enumerate(beginnings)]
+        for request, one in zip(told, await asyncio.gather(*map(made.collect, told)), strict=True):
+            made.check(request, one)
+        assert not running.done(), "it ran all the while"
+        assert made.decode.counters["prompts_appended"] == 4
+        kinds = [
+            type(one)
+            for one in commands.of["decode0"]
+            if isinstance(one, (PrefillChunk, DecodeSteps))
+        ]
+        assert kinds.count(PrefillChunk) == 4
+        assert (PrefillChunk, PrefillChunk) not in set(zip(kinds, kinds[1:], strict=False))
+        made.check(long, await running)

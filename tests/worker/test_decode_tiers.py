@@ -15,17 +15,14 @@ from jdisagg.messages.step_commands import PrefillChunk
 from jdisagg.request import CachedTokens, Request
 from jdisagg.scheduler.disk_blocks import FILE_EXTRA_BYTES
 from jdisagg.scheduler.host_blocks import TierRoom
-from tests.fakes.cluster import Cluster, Fleet
+from tests.fakes.cluster import Cluster, Fleet, until
 from tests.fakes.fake_disk import FakeDisk
 from tests.fakes.fake_executor import Costs, Faults
-from tests.fakes.virtual_time import run_virtually
 from tests.router.fleets import H100
-from tests.worker.test_appending import SLOW, appending
-from tests.worker.test_fetch_from_decode import EveryoneKnown
-from tests.worker.test_host_tier import BLOCK_BYTES, FAST, other
-from tests.worker.test_peer_fetch import settled
-from tests.worker.test_peer_fetch import storm as peer_storm
-from tests.worker.test_prefix_reuse import NAMES, Talk, asked, limits, storm
+from tests.worker.appends import SLOW, appending
+from tests.worker.conversations import NAMES, Talk, asked, converse, limits, storm
+from tests.worker.peering import EveryoneKnown, settled
+from tests.worker.tiers import BLOCK_BYTES, FAST, other
 
 PAGES = 24  # room for one prompt of `other`, its answer and a little
 MODES = [Mode.CHUNKED, Mode.DISAGGREGATED]
@@ -54,7 +51,7 @@ async def turn(cluster: Cluster, number: int, name: str) -> CachedTokens:
     origin."""
     request = replace(other(number), request_id=name)
     before = hits(cluster)
-    cluster.check(request, await cluster.collect(request))
+    await cluster.ask(request)
     return CachedTokens(
         **{tier: count - before.get(tier, 0) for tier, count in hits(cluster).items()}
     )
@@ -70,30 +67,26 @@ def hits(cluster: Cluster) -> dict[str, int]:
 
 
 @pytest.mark.parametrize(("mode", "known"), [(Mode.CHUNKED, 64), (Mode.DISAGGREGATED, 80)])
-def test_what_pages_had_no_room_for_comes_back_and_is_neither_computed_nor_sent(
+async def test_what_pages_had_no_room_for_comes_back_and_is_neither_computed_nor_sent(
     mode: Mode, known: int
 ) -> None:
-    async def main() -> None:
-        async with tiers(mode, wire=True) as cluster:
-            assert await turn(cluster, 1, "first") == CachedTokens()
-            assert await turn(cluster, 2, "takes its pages") == CachedTokens()
-            counters = cluster.decode.counters
-            assert counters["host_blocks_written"] > 0
-            sent = counters["kv_bytes_received"]
-            # of the last block one token is computed here
-            assert await turn(cluster, 1, "again") == CachedTokens(host=known)
-            assert counters["host_tokens_restored"] == known
-            assert counters["kv_bytes_received"] == sent
-            assert counters["host_blocks_broken"] == 0
-            await accounted(cluster)
-
-    run_virtually(main)
+    async with tiers(mode, wire=True) as cluster:
+        assert await turn(cluster, 1, "first") == CachedTokens()
+        assert await turn(cluster, 2, "takes its pages") == CachedTokens()
+        counters = cluster.decode.counters
+        assert counters["host_blocks_written"] > 0
+        sent = counters["kv_bytes_received"]
+        # of the last block one token is computed here
+        assert await turn(cluster, 1, "again") == CachedTokens(host=known)
+        assert counters["host_tokens_restored"] == known
+        assert counters["kv_bytes_received"] == sent
+        assert counters["host_blocks_broken"] == 0
+        await accounted(cluster)
 
 
 async def accounted(cluster: Cluster) -> None:
     """All pages are free or kept, and host memory holds what the worker counts and nothing else."""
-    while not (cluster.decode._sources.quiet and cluster.decode._spilled.quiet):
-        await asyncio.sleep(0.1)
+    await until(lambda: cluster.decode._sources.quiet and cluster.decode._spilled.quiet, 0.1)
     await cluster.check_quiet()
     tier = cluster.decode._host
     kept = list(tier.blocks._blocks.values())
@@ -105,34 +98,28 @@ async def accounted(cluster: Cluster) -> None:
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_a_byte_that_flips_in_host_memory_is_a_counted_miss(mode: Mode) -> None:
-    async def main() -> None:
-        async with tiers(mode) as cluster:
-            await turn(cluster, 1, "first")
-            await turn(cluster, 2, "takes its pages")
-            for _, entries in cluster.decode_mesh.host.values():
-                position, token, chain = entries[3]
-                entries[3] = (position, token, chain ^ 1)
-            assert await turn(cluster, 1, "again") == CachedTokens()
-            counters = cluster.decode.counters
-            assert counters["host_blocks_broken"] > 0 and counters["host_tokens_restored"] == 0
-            await accounted(cluster)
-
-    run_virtually(main)
+async def test_a_byte_that_flips_in_host_memory_is_a_counted_miss(mode: Mode) -> None:
+    async with tiers(mode) as cluster:
+        await turn(cluster, 1, "first")
+        await turn(cluster, 2, "takes its pages")
+        for _, entries in cluster.decode_mesh.host.values():
+            position, token, chain = entries[3]
+            entries[3] = (position, token, chain ^ 1)
+        assert await turn(cluster, 1, "again") == CachedTokens()
+        counters = cluster.decode.counters
+        assert counters["host_blocks_broken"] > 0 and counters["host_tokens_restored"] == 0
+        await accounted(cluster)
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_a_reset_empties_the_tiers_of_a_worker_that_decodes(mode: Mode) -> None:
-    async def main() -> None:
-        async with tiers(mode) as cluster:
-            await turn(cluster, 1, "first")
-            await turn(cluster, 2, "takes its pages")
-            assert await cluster.path.reset_cache() > 0
-            await asyncio.sleep(1.0)
-            assert not cluster.decode_mesh.host
-            assert await turn(cluster, 1, "again") == CachedTokens()
-
-    run_virtually(main)
+async def test_a_reset_empties_the_tiers_of_a_worker_that_decodes(mode: Mode) -> None:
+    async with tiers(mode) as cluster:
+        await turn(cluster, 1, "first")
+        await turn(cluster, 2, "takes its pages")
+        assert await cluster.path.reset_cache() > 0
+        await asyncio.sleep(1.0)
+        assert not cluster.decode_mesh.host
+        assert await turn(cluster, 1, "again") == CachedTokens()
 
 
 @asynccontextmanager
@@ -145,31 +132,27 @@ async def on_disk(disk: FakeDisk, mode: Mode) -> AsyncIterator[Cluster]:
 
 @pytest.mark.parametrize(("mode", "known"), [(Mode.CHUNKED, 64), (Mode.DISAGGREGATED, 80)])
 @pytest.mark.parametrize("spoiled", [False, True])
-def test_what_was_used_twice_comes_back_from_disk_in_the_next_life_too(
+async def test_what_was_used_twice_comes_back_from_disk_in_the_next_life_too(
     mode: Mode, known: int, spoiled: bool
 ) -> None:
-    async def main() -> None:
-        disk = FakeDisk()
-        async with on_disk(disk, mode) as cluster:
-            for name in ("first", "second", "third"):
-                await turn(cluster, 1, name)
-            while not cluster.decode._sources.quiet:
-                await asyncio.sleep(0.1)
-            assert cluster.decode.counters["disk_blocks_written"] == known // 16
-            assert await turn(cluster, 1, "in pages") == CachedTokens(pages=known)
-        if spoiled:
-            for key, (pieces, sums) in list(disk.blocks.items()):
-                (band, ((position, token, chain), *entries)), *others = pieces
-                flipped = (band, ((position, token, chain ^ 1), *entries))
-                disk.blocks[key] = ((flipped, *others), sums)
-        async with on_disk(disk, mode) as cluster:
-            assert cluster.decode.counters["disk_blocks_found"] == known // 16
-            found = await turn(cluster, 1, "again")
-            assert found == (CachedTokens() if spoiled else CachedTokens(disk=known))
-            assert (cluster.decode.counters["host_blocks_broken"] > 0) == spoiled
-            await cluster.check_quiet()
-
-    run_virtually(main)
+    disk = FakeDisk()
+    async with on_disk(disk, mode) as cluster:
+        for name in ("first", "second", "third"):
+            await turn(cluster, 1, name)
+        await until(lambda: cluster.decode._sources.quiet, 0.1)
+        assert cluster.decode.counters["disk_blocks_written"] == known // 16
+        assert await turn(cluster, 1, "in pages") == CachedTokens(pages=known)
+    if spoiled:
+        for key, (pieces, sums) in list(disk.blocks.items()):
+            (band, ((position, token, chain), *entries)), *others = pieces
+            flipped = (band, ((position, token, chain ^ 1), *entries))
+            disk.blocks[key] = ((flipped, *others), sums)
+    async with on_disk(disk, mode) as cluster:
+        assert cluster.decode.counters["disk_blocks_found"] == known // 16
+        found = await turn(cluster, 1, "again")
+        assert found == (CachedTokens() if spoiled else CachedTokens(disk=known))
+        assert (cluster.decode.counters["host_blocks_broken"] > 0) == spoiled
+        await cluster.check_quiet()
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -182,137 +165,115 @@ def test_what_was_used_twice_comes_back_from_disk_in_the_next_life_too(
         (Mode.UNIFIED, 8, 2, 40),
     ],
 )
-def test_streams_are_the_oracles_whatever_comes_back_and_all_is_accounted_for(
+async def test_streams_are_the_oracles_whatever_comes_back_and_all_is_accounted_for(
     seed: int, mode: Mode, page_size: int, ranks: int, blocks: int
 ) -> None:
     """Few pages, so that blocks are evicted and sequences swapped out to the same memory."""
-
-    async def main() -> None:
-        async with tiers(
-            mode,
-            decode=limits(ranks, 320 // page_size, page_size),
-            prefill=limits(),
-            spills=room(blocks),
-            growth_tokens=4,
-            wire=True,
-            seed=seed,
-        ) as cluster:
-            await storm(cluster, Talk(seed, tenants=("", "a")), 60, at_once=6, cancels=0.1)
-            counters = cluster.decode.counters
-            assert counters["host_tokens_restored"] > 0
-            assert counters["host_blocks_broken"] == 0
-            await accounted(cluster)
-
-    run_virtually(main)
+    async with tiers(
+        mode,
+        decode=limits(ranks, 320 // page_size, page_size),
+        prefill=limits(),
+        spills=room(blocks),
+        growth_tokens=4,
+        wire=True,
+        seed=seed,
+    ) as cluster:
+        await storm(cluster, Talk(seed, tenants=("", "a")), 60, at_once=6, cancels=0.1)
+        counters = cluster.decode.counters
+        assert counters["host_tokens_restored"] > 0
+        assert counters["host_blocks_broken"] == 0
+        await accounted(cluster)
 
 
-def test_swapped_out_sequences_take_the_memory_of_cached_blocks() -> None:
+async def test_swapped_out_sequences_take_the_memory_of_cached_blocks() -> None:
     """Both fit in turn and not together."""
-
-    async def main() -> None:
-        async with tiers(
-            decode=limits(pages=40), spills=room(9), growth_tokens=4, mode=Mode.CHUNKED
-        ) as cluster:
-            for number in range(1, 4):
-                await turn(cluster, number, f"fills {number}")
-            tier = cluster.decode._host
-            assert len(tier.blocks) > 5
-            growing = [
-                replace(
-                    asked(number, other(number, 40).prompt_token_ids),
-                    sampling=replace(asked(0, (1,)).sampling, max_tokens=100),
-                )
-                for number in (7, 8)
-            ]
-            waiting = asyncio.gather(*(cluster.collect(request) for request in growing))
-            most = 0
-            while not waiting.done():
-                spilled = cluster.decode._spilled.spills.bytes
-                if spilled:
-                    most = max(most, spilled)
-                    assert spilled + len(tier.blocks) * tier.block_bytes <= 9 * BLOCK_BYTES
-                await asyncio.sleep(1e-3)
-            for request, collected in zip(growing, await waiting, strict=True):
-                cluster.check(request, collected)
-            assert most > 4 * BLOCK_BYTES and cluster.decode.counters["spills_restored"] > 0
-            assert tier.blocks.capacity == 9, "it has its memory again"
-            await accounted(cluster)
-
-    run_virtually(main)
+    async with tiers(
+        decode=limits(pages=40), spills=room(9), growth_tokens=4, mode=Mode.CHUNKED
+    ) as cluster:
+        for number in range(1, 4):
+            await turn(cluster, number, f"fills {number}")
+        tier = cluster.decode._host
+        assert len(tier.blocks) > 5
+        growing = [
+            replace(
+                asked(number, other(number, 40).prompt_token_ids),
+                sampling=replace(asked(0, (1,)).sampling, max_tokens=100),
+            )
+            for number in (7, 8)
+        ]
+        waiting = asyncio.gather(*(cluster.collect(request) for request in growing))
+        most = 0
+        while not waiting.done():
+            spilled = cluster.decode._spilled.spills.bytes
+            if spilled:
+                most = max(most, spilled)
+                assert spilled + len(tier.blocks) * tier.block_bytes <= 9 * BLOCK_BYTES
+            await asyncio.sleep(1e-3)
+        for request, collected in zip(growing, await waiting, strict=True):
+            cluster.check(request, collected)
+        assert most > 4 * BLOCK_BYTES and cluster.decode.counters["spills_restored"] > 0
+        assert tier.blocks.capacity == 9, "it has its memory again"
+        await accounted(cluster)
 
 
-def test_what_is_dearer_to_restore_than_to_receive_is_received() -> None:
+async def test_what_is_dearer_to_restore_than_to_receive_is_received() -> None:
     """The price of receiving is the part that does not overlap with the prefill."""
-
-    async def main() -> None:
-        dear = Costs(pull=5.0, other=1e-5)
-        async with tiers(Mode.DISAGGREGATED, spills=room(always=False), costs=FAST) as cluster:
-            for name in "abc":
-                await turn(cluster, 1, f"1 {name}")
-                await turn(cluster, 2, f"2 {name}")
-            counters = cluster.decode.counters
-            assert counters["host_blocks_written"] > 0
-            cluster.decode_mesh._costs = dear
-            await turn(cluster, 1, "measures")
-            restored = counters["host_tokens_restored"]
-            await asyncio.sleep(60.0)
-            for name in "defg":
-                await turn(cluster, 1, f"1 {name}")
-                await turn(cluster, 2, f"2 {name}")
-            assert counters["host_tokens_restored"] == restored
-            await cluster.check_quiet()
-
-    run_virtually(main)
+    dear = Costs(pull=5.0, other=1e-5)
+    async with tiers(Mode.DISAGGREGATED, spills=room(always=False), costs=FAST) as cluster:
+        for name in "abc":
+            await turn(cluster, 1, f"1 {name}")
+            await turn(cluster, 2, f"2 {name}")
+        counters = cluster.decode.counters
+        assert counters["host_blocks_written"] > 0
+        cluster.decode_mesh._costs = dear
+        await turn(cluster, 1, "measures")
+        restored = counters["host_tokens_restored"]
+        await asyncio.sleep(60.0)
+        for name in "defg":
+            await turn(cluster, 1, f"1 {name}")
+            await turn(cluster, 2, f"2 {name}")
+        assert counters["host_tokens_restored"] == restored
+        await cluster.check_quiet()
 
 
-def test_a_prompt_is_appended_behind_what_came_back() -> None:
+async def test_a_prompt_is_appended_behind_what_came_back() -> None:
     """Without the tier the prefill worker would compute it, for its uncached rest is too long."""
-
-    async def main() -> None:
-        async with Cluster(
-            appends=(SLOW, H100),
-            decode=appending(pages=40),
-            prefill=limits(pages=400),
-            names=NAMES,
-            costs=FAST,
-            spills=room(),
-        ) as cluster:
-            first = other(1)
-            history = first.prompt_token_ids + tuple((await cluster.collect(first)).tokens[0])
-            cluster.prefill._residency.clear()
-            filler = other(2, 147)
-            cluster.check(filler, await cluster.collect(filler))
-            kept = cluster.decode._kept
-            assert kept.match(0, kept.chain(first, history)) == 0, "nothing is left in pages"
-            chunks = len([1 for one in cluster.prefill_mesh.log if isinstance(one, PrefillChunk)])
-            following = asked(3, (*history, 1, 2, 3))
-            collected = await cluster.collect(following)
-            cluster.check(following, collected)
-            assert collected.usage is not None
-            assert collected.usage.cached_by_tier == CachedTokens(host=80)
-            assert cluster.decode.counters["prompts_appended"] == 1
-            now = len([1 for one in cluster.prefill_mesh.log if isinstance(one, PrefillChunk)])
-            assert now == chunks
-            await cluster.check_quiet()
-
-    run_virtually(main)
+    async with Cluster(
+        appends=(SLOW, H100),
+        decode=appending(pages=40),
+        prefill=limits(pages=400),
+        names=NAMES,
+        costs=FAST,
+        spills=room(),
+    ) as cluster:
+        first = other(1)
+        history = first.prompt_token_ids + tuple((await cluster.collect(first)).tokens[0])
+        cluster.prefill._residency.clear()
+        filler = other(2, 147)
+        await cluster.ask(filler)
+        kept = cluster.decode._kept
+        assert kept.match(0, kept.chain(first, history)) == 0, "nothing is left in pages"
+        chunks = len([1 for one in cluster.prefill_mesh.log if isinstance(one, PrefillChunk)])
+        following = asked(3, (*history, 1, 2, 3))
+        collected = await cluster.ask(following)
+        assert collected.cached_by_tier == CachedTokens(host=80)
+        assert cluster.decode.counters["prompts_appended"] == 1
+        now = len([1 for one in cluster.prefill_mesh.log if isinstance(one, PrefillChunk)])
+        assert now == chunks
+        await cluster.check_quiet()
 
 
-def test_a_request_that_is_given_up_while_it_waits_for_a_restore_leaves_nothing() -> None:
-    async def main() -> None:
-        async with tiers(costs=Costs(pull=0.5, other=1e-5)) as cluster:
-            await turn(cluster, 1, "first")
-            await turn(cluster, 2, "takes its pages")
-            waiting = asyncio.ensure_future(cluster.collect(replace(other(1), request_id="gone")))
-            while not len(cluster.decode._prefixes):
-                await asyncio.sleep(1e-3)
-            waiting.cancel()
-            await asyncio.gather(waiting, return_exceptions=True)
-            await asyncio.sleep(5.0)
-            await accounted(cluster)
-            assert await turn(cluster, 1, "again") == CachedTokens(host=64)
-
-    run_virtually(main)
+async def test_a_request_that_is_given_up_while_it_waits_for_a_restore_leaves_nothing() -> None:
+    async with tiers(costs=Costs(pull=0.5, other=1e-5)) as cluster:
+        await turn(cluster, 1, "first")
+        await turn(cluster, 2, "takes its pages")
+        waiting = asyncio.ensure_future(cluster.collect(replace(other(1), request_id="gone")))
+        await until(lambda: len(cluster.decode._prefixes))
+        waiting.cancel()
+        await asyncio.gather(waiting, return_exceptions=True)
+        await asyncio.sleep(5.0)
+        await accounted(cluster)
+        assert await turn(cluster, 1, "again") == CachedTokens(host=64)
 
 
 def mixed(**more: object) -> Fleet:
@@ -334,71 +295,62 @@ def mixed(**more: object) -> Fleet:
 async def at(fleet: Fleet, name: str, request: Request) -> CachedTokens:
     """What was known of a prompt at this worker."""
     again = replace(request, request_id=str(fleet.new_id()))
-    collected = await fleet.collect(again, fleet.new_path(decode=name))
-    fleet.check(again, collected)
-    assert collected.usage is not None and collected.usage.cached_by_tier is not None
-    return collected.usage.cached_by_tier
+    collected = await fleet.ask(again, fleet.new_path(decode=name))
+    return collected.cached_by_tier
 
 
-def test_a_mixed_worker_fetches_what_another_keeps_in_pages_or_host_memory() -> None:
-    async def main() -> None:
-        async with mixed(wire=True, spills=room()) as both:
-            assert await at(both, "decode0", other(1)) == CachedTokens()
-            assert await at(both, "decode1", other(1)) == CachedTokens(peer=64)
-            for number in range(2, 8):
-                await at(both, "decode0", other(number))
-            holder = both.decode_worker("decode0")
-            chain = holder._kept.chain(other(2), other(2).prompt_token_ids)
-            assert not holder._kept.match(0, chain), "it is in host memory alone"
-            assert await at(both, "decode1", other(2)) == CachedTokens(peer=64)
-            assert holder.counters["host_tokens_restored"] >= 64
-            assert both.decode_worker("decode1").counters["peer_fetch_failed"] == 0
-            await both.check_quiet()
-
-    run_virtually(main)
+async def test_a_mixed_worker_fetches_what_another_keeps_in_pages_or_host_memory() -> None:
+    async with mixed(wire=True, spills=room()) as both:
+        assert await at(both, "decode0", other(1)) == CachedTokens()
+        assert await at(both, "decode1", other(1)) == CachedTokens(peer=64)
+        for number in range(2, 8):
+            await at(both, "decode0", other(number))
+        holder = both.decode_worker("decode0")
+        chain = holder._kept.chain(other(2), other(2).prompt_token_ids)
+        assert not holder._kept.match(0, chain), "it is in host memory alone"
+        assert await at(both, "decode1", other(2)) == CachedTokens(peer=64)
+        assert holder.counters["host_tokens_restored"] >= 64
+        assert both.decode_worker("decode1").counters["peer_fetch_failed"] == 0
+        await both.check_quiet()
 
 
 @pytest.mark.parametrize("seed", range(2))
-def test_streams_of_mixed_workers_are_the_oracles_whatever_becomes_of_a_fetch(seed: int) -> None:
-    async def main() -> None:
-        rng = random.Random(seed)
-        faults = {
-            f"decode{number}": Faults(
-                pull_error=lambda _: rng.choice([""] * 37 + ["garble", "no route", "stall"])
-            )
-            for number in range(2)
-        }
-        async with mixed(
-            decode=limits(2, 80, 8),
-            spills=room(12),
-            faults=faults.__getitem__,
-            growth_tokens=4,
-            wire=True,
-            seed=seed,
-        ) as both:
-            talk = Talk(seed, tenants=("", "a"))
-            await peer_storm(both, talk, requests=40)
-            assert both.counted("peer_tokens_restored") > 0
-            assert both.counted("peer_fetch_failed") > 0
-            await both.kill("decode0")
-            await both.start("decode0")
-            await peer_storm(both, talk, requests=15)
-            await settled(both)
-
-    run_virtually(main)
+async def test_streams_of_mixed_workers_are_the_oracles_whatever_becomes_of_a_fetch(
+    seed: int,
+) -> None:
+    rng = random.Random(seed)
+    faults = {
+        f"decode{number}": Faults(
+            pull_error=lambda _: rng.choice([""] * 37 + ["garble", "no route", "stall"])
+        )
+        for number in range(2)
+    }
+    async with mixed(
+        decode=limits(2, 80, 8),
+        spills=room(12),
+        faults=faults.__getitem__,
+        growth_tokens=4,
+        wire=True,
+        seed=seed,
+    ) as both:
+        talk = Talk(seed, tenants=("", "a"))
+        await converse(both, talk, 40, cancels=0.1)
+        assert both.counted("peer_tokens_restored") > 0
+        assert both.counted("peer_fetch_failed") > 0
+        await both.kill("decode0")
+        await both.start("decode0")
+        await converse(both, talk, 15, cancels=0.1)
+        await settled(both)
 
 
 @pytest.mark.parametrize("fetches", [True, False])
-def test_the_router_names_a_mixed_worker_that_keeps_more_than_the_one_it_chose(
+async def test_the_router_names_a_mixed_worker_that_keeps_more_than_the_one_it_chose(
     fetches: bool,
 ) -> None:
-    async def main() -> None:
-        index = EveryoneKnown()
-        routing = RoutingConfig(peer_fetch=fetches, fetch_from_decode=True)
-        async with mixed(hints=False, affinity=index, routing=routing, decodes=3) as fleet:
-            index.fleet = fleet
-            await peer_storm(fleet, Talk(4), requests=40)
-            assert (fleet.counted("peer_blocks_fetched") > 0) == fetches
-            await settled(fleet)
-
-    run_virtually(main)
+    index = EveryoneKnown()
+    routing = RoutingConfig(peer_fetch=fetches, fetch_from_decode=True)
+    async with mixed(hints=False, affinity=index, routing=routing, decodes=3) as fleet:
+        index.fleet = fleet
+        await converse(fleet, Talk(4), 40, cancels=0.1)
+        assert (fleet.counted("peer_blocks_fetched") > 0) == fetches
+        await settled(fleet)

@@ -5,7 +5,6 @@ both sides."""
 
 import asyncio
 import random
-from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -15,17 +14,15 @@ from jdisagg.dispatch.request_path import RequestPath
 from jdisagg.messages.ports import FetchCall, FetchReply
 from jdisagg.messages.step_commands import DecodeSteps, ExtractBlock, StepCommand
 from jdisagg.request import Request
-from jdisagg.router.decision import PromptBlocks
 from jdisagg.scheduler.blocks import split_blocks
 from jdisagg.scheduler.host_blocks import TierRoom
 from jdisagg.worker import given_kv
 from tests.fakes.cluster import Collected, Fleet
 from tests.fakes.fake_executor import Costs, Faults
-from tests.fakes.virtual_time import run_virtually
-from tests.worker.test_host_tier import BLOCK_BYTES, BLOCK_TOKENS, other
-from tests.worker.test_peer_fetch import counted, failed, faults_of, settled, storm
-from tests.worker.test_peer_fetch import fleet as peers
-from tests.worker.test_prefix_reuse import Talk, asked, limits
+from tests.worker.conversations import Talk, asked, converse, limits
+from tests.worker.peering import EveryoneKnown, counted, failed, faults_of, settled
+from tests.worker.peering import fleet as peers
+from tests.worker.tiers import BLOCK_BYTES, BLOCK_TOKENS, other
 
 DECODES = ("decode0", "decode1")
 FETCHED = 96  # six blocks of a history of 100
@@ -46,12 +43,11 @@ async def turn(
 ) -> tuple[Request, int]:
     """Sends a prompt; returns the one that goes on from its answer, and how many tokens of this one
     were computed."""
-    collected = await fleet.collect(request, path)
-    fleet.check(request, collected)
+    collected = await fleet.ask(request, path)
     assert collected.usage is not None
     history = request.prompt_token_ids + tuple(collected.tokens[0])
     following = long_answer(int(request.request_id[1:]) + 100, (*history, 1, 2, 3))
-    return following, len(request.prompt_token_ids) - collected.usage.cached_tokens
+    return following, len(request.prompt_token_ids) - collected.cached_tokens
 
 
 async def first_turn(fleet: Fleet, request: Request | None = None) -> Request:
@@ -65,219 +61,173 @@ async def first_turn(fleet: Fleet, request: Request | None = None) -> Request:
     return following
 
 
-def test_prompt_and_answer_of_a_turn_are_fetched_for_the_next_and_not_computed() -> None:
-    async def main() -> None:
-        async with fleet(wire=True) as one:
-            following = await first_turn(one)
-            decode = counted(one, "decode0")
-            known = decode("prefix_hit_tokens")
-            _, computed = await turn(one, following)
-            assert computed == 103 - FETCHED
-            asker = counted(one, "prefill0")
-            assert asker("peer_blocks_fetched") == FETCHED // BLOCK_TOKENS
-            assert asker("peer_fetch_failed") == 0
-            assert decode("peer_blocks_given") == FETCHED // BLOCK_TOKENS
-            # and none of it goes back
-            assert decode("prefix_hit_tokens") - known == FETCHED
-            await settled(one)
-
-    run_virtually(main)
+async def test_prompt_and_answer_of_a_turn_are_fetched_for_the_next_and_not_computed() -> None:
+    async with fleet(wire=True) as one:
+        following = await first_turn(one)
+        decode = counted(one, "decode0")
+        known = decode("prefix_hit_tokens")
+        _, computed = await turn(one, following)
+        assert computed == 103 - FETCHED
+        asker = counted(one, "prefill0")
+        assert asker("peer_blocks_fetched") == FETCHED // BLOCK_TOKENS
+        assert asker("peer_fetch_failed") == 0
+        assert decode("peer_blocks_given") == FETCHED // BLOCK_TOKENS
+        # and none of it goes back
+        assert decode("prefix_hit_tokens") - known == FETCHED
+        await settled(one)
 
 
 @pytest.mark.parametrize(
     ("seed", "pages", "ranks", "rows", "host"),
     [(0, (4, 4), (1, 1), 1, 0), (1, (8, 16), (2, 1), 3, 12), (2, (32, 32), (1, 2), 2, 0)],
 )
-def test_streams_are_the_oracles_whoever_keeps_what_is_fetched(
+async def test_streams_are_the_oracles_whoever_keeps_what_is_fetched(
     seed: int, pages: tuple[int, int], ranks: tuple[int, int], rows: int, host: int
 ) -> None:
     """Between pages and ranks that differ; few pages, blocks that are spoiled, lost or stalled,
     prompts that are given up, and a holder that dies."""
-
-    async def main() -> None:
-        rng = random.Random(seed)
-        faults = {
-            name: Faults(
-                pull_error=lambda _: rng.choice([""] * 5 + ["garble", "no route", "stall"])
-            )
-            for name in ("prefill0", "prefill1")
-        }
-        async with fleet(
-            prefill=limits(ranks[0], 320 // pages[0], pages[0], rows),
-            decode=limits(ranks[1], 480 // pages[1], pages[1]),
-            tiers=TierRoom(host * BLOCK_BYTES, always=True),
-            faults=lambda name: faults.get(name, Faults()),
-            hinted="pd",
-            prefills=2,
-            decodes=2,
-            wire=True,
-            seed=seed,
-        ) as both:
-            talk = Talk(seed, tenants=("", "a"))
-            await storm(both, talk, requests=40)
-            given = [counted(both, name)("peer_blocks_given") for name in both.processes]
-            assert min(sum(given[:2]), sum(given[2:])) > 0, "both kinds of holders"
-            assert both.counted("checksums_mismatched") > 0
-            assert both.counted("peer_fetch_failed") > 0
-            await both.kill("decode0")
-            await both.start("decode0")
-            await storm(both, talk, requests=15)
-            await settled(both)
-
-    run_virtually(main)
+    rng = random.Random(seed)
+    faults = {
+        name: Faults(pull_error=lambda _: rng.choice([""] * 5 + ["garble", "no route", "stall"]))
+        for name in ("prefill0", "prefill1")
+    }
+    async with fleet(
+        prefill=limits(ranks[0], 320 // pages[0], pages[0], rows),
+        decode=limits(ranks[1], 480 // pages[1], pages[1]),
+        tiers=TierRoom(host * BLOCK_BYTES, always=True),
+        faults=lambda name: faults.get(name, Faults()),
+        hinted="pd",
+        prefills=2,
+        decodes=2,
+        wire=True,
+        seed=seed,
+    ) as both:
+        talk = Talk(seed, tenants=("", "a"))
+        await converse(both, talk, 40, cancels=0.1)
+        given = [counted(both, name)("peer_blocks_given") for name in both.processes]
+        assert min(sum(given[:2]), sum(given[2:])) > 0, "both kinds of holders"
+        assert both.counted("checksums_mismatched") > 0
+        assert both.counted("peer_fetch_failed") > 0
+        await both.kill("decode0")
+        await both.start("decode0")
+        await converse(both, talk, 15, cancels=0.1)
+        await settled(both)
 
 
-def test_a_decode_mesh_that_breaks_midway_is_not_waited_for() -> None:
-    async def main() -> None:
-        extracts = 0
+async def test_a_decode_mesh_that_breaks_midway_is_not_waited_for() -> None:
+    extracts = 0
 
-        def at_the_third_block(command: StepCommand) -> bool:
-            nonlocal extracts
-            extracts += isinstance(command, ExtractBlock)
-            return extracts > 4  # two pieces a block
+    def at_the_third_block(command: StepCommand) -> bool:
+        nonlocal extracts
+        extracts += isinstance(command, ExtractBlock)
+        return extracts > 4  # two pieces a block
 
-        faults = faults_of("decode0", Faults(breaks_at=at_the_third_block))
-        async with fleet(faults=faults, decodes=2) as both:
-            request = long_answer(1, other(1).prompt_token_ids)
-            following, _ = await turn(both, request, both.new_path("prefill0", "decode0"))
-            both.prefill_worker("prefill0")._residency.clear()
-            began = both.clock.now()
-            path = both.new_path("prefill0", "decode1")
-            assert 103 - FETCHED < (await turn(both, following, path))[1] <= 103
-            assert both.clock.now() - began < 1.0
-            assert extracts > 4, "it broke"
-            assert failed(both, "prefill0") == {"lost": 1}
-            holder = both.decode_worker("decode0")
-            assert not len(holder._given) and not len(holder._outgoing)
-
-    run_virtually(main)
+    faults = faults_of("decode0", Faults(breaks_at=at_the_third_block))
+    async with fleet(faults=faults, decodes=2) as both:
+        request = long_answer(1, other(1).prompt_token_ids)
+        following, _ = await turn(both, request, both.new_path("prefill0", "decode0"))
+        both.prefill_worker("prefill0")._residency.clear()
+        began = both.clock.now()
+        path = both.new_path("prefill0", "decode1")
+        assert 103 - FETCHED < (await turn(both, following, path))[1] <= 103
+        assert both.clock.now() - began < 1.0
+        assert extracts > 4, "it broke"
+        assert failed(both, "prefill0") == {"lost": 1}
+        holder = both.decode_worker("decode0")
+        assert not len(holder._given) and not len(holder._outgoing)
 
 
-def test_between_two_steps_of_running_sequences_few_blocks_are_extracted(
+async def test_between_two_steps_of_running_sequences_few_blocks_are_extracted(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(given_kv, "BETWEEN_STEPS", 4)
-
-    async def main() -> None:
-        # so that otherwise more would be offered at a time
-        mesh = replace(limits(pages=400), chunk_buckets=(16, 128))
-        async with fleet(decode=mesh) as one:
-            talk = [
-                await first_turn(one, long_answer(number, other(number).prompt_token_ids, 90))
-                for number in (1, 2)
-            ]
-            log, heard = one.processes["decode0"].mesh.log, Collected()
-            running = asyncio.ensure_future(one.collect(long_answer(9, (1, 2, 3), 200), into=heard))
-            while len(heard.tokens.get(0, ())) < 5:
-                await asyncio.sleep(1e-3)
-            await asyncio.gather(*(turn(one, following) for following in talk))
-            assert not running.done(), "there were steps all the time"
-            await running
-            runs, extracts = [0], 0
-            for command in log:
-                if isinstance(command, DecodeSteps):
-                    runs.append(0)
-                runs[-1] += isinstance(command, ExtractBlock)
-                extracts += isinstance(command, ExtractBlock)
-            pieces = len(list(split_blocks(BLOCK_TOKENS, mesh.granule_tokens)))
-            assert extracts == 2 * 2 * (160 // BLOCK_TOKENS) * pieces  # two layer groups
-            # some may have ended before a step that was late to be issued
-            assert 0 < max(runs) <= 2 * given_kv.BETWEEN_STEPS
-            await settled(one)
-
-    run_virtually(main)
+    # so that otherwise more would be offered at a time
+    mesh = replace(limits(pages=400), chunk_buckets=(16, 128))
+    async with fleet(decode=mesh) as one:
+        talk = [
+            await first_turn(one, long_answer(number, other(number).prompt_token_ids, 90))
+            for number in (1, 2)
+        ]
+        log, heard = one.processes["decode0"].mesh.log, Collected()
+        running = asyncio.ensure_future(one.collect(long_answer(9, (1, 2, 3), 200), into=heard))
+        while len(heard.tokens.get(0, ())) < 5:
+            await asyncio.sleep(1e-3)
+        await asyncio.gather(*(turn(one, following) for following in talk))
+        assert not running.done(), "there were steps all the time"
+        await running
+        runs, extracts = [0], 0
+        for command in log:
+            if isinstance(command, DecodeSteps):
+                runs.append(0)
+            runs[-1] += isinstance(command, ExtractBlock)
+            extracts += isinstance(command, ExtractBlock)
+        pieces = len(list(split_blocks(BLOCK_TOKENS, mesh.granule_tokens)))
+        assert extracts == 2 * 2 * (160 // BLOCK_TOKENS) * pieces  # two layer groups
+        # some may have ended before a step that was late to be issued
+        assert 0 < max(runs) <= 2 * given_kv.BETWEEN_STEPS
+        await settled(one)
 
 
-def test_a_sequence_takes_pages_that_are_held_for_others_before_one_is_preempted() -> None:
-    async def main() -> None:
-        stalled = faults_of("prefill0", Faults(pull_error=lambda nth: "stall" if nth > 0 else ""))
-        async with fleet(
-            faults=stalled, costs=Costs(other=1e-5), decode=limits(pages=80), prefills=2
-        ) as both:
-            through = both.new_path("prefill1")
-            first = long_answer(1, other(1, tokens=150).prompt_token_ids, 70)
-            collected = await both.collect(first, through)
-            history = (*first.prompt_token_ids, *collected.tokens[0], 1)
-            both.prefill_worker("prefill1")._residency.clear()
-            holder = both.decode_worker("decode0")
-            kept = holder._kept
-            names = kept.chain(first, history)
-            known = kept.match(0, names) * BLOCK_TOKENS
-            assert known == 208
-            call = FetchCall(77, "prefill0", names[: known // BLOCK_TOKENS], 0, BLOCK_TOKENS, 99.0)
-            assert (await holder.fetch(call)).blocks == known // BLOCK_TOKENS
-            await asyncio.sleep(0.01)
-            free = sum((await holder.status()).free_pages)
-            assert free == 80 - known // 4, "what is not fetched is held"
-            # 40 pages in the end
-            growing = long_answer(2, (5, 6, 7), 150)
-            both.check(growing, await both.collect(growing, through))
-            assert holder.counters["peer_gives_cut"] == 1
-            assert (await holder.status()).preemptions == 0
-            await settled(both)
-
-    run_virtually(main)
+async def test_a_sequence_takes_pages_that_are_held_for_others_before_one_is_preempted() -> None:
+    stalled = faults_of("prefill0", Faults(pull_error=lambda nth: "stall" if nth > 0 else ""))
+    async with fleet(
+        faults=stalled, costs=Costs(other=1e-5), decode=limits(pages=80), prefills=2
+    ) as both:
+        through = both.new_path("prefill1")
+        first = long_answer(1, other(1, tokens=150).prompt_token_ids, 70)
+        collected = await both.collect(first, through)
+        history = (*first.prompt_token_ids, *collected.tokens[0], 1)
+        both.prefill_worker("prefill1")._residency.clear()
+        holder = both.decode_worker("decode0")
+        kept = holder._kept
+        names = kept.chain(first, history)
+        known = kept.match(0, names) * BLOCK_TOKENS
+        assert known == 208
+        call = FetchCall(77, "prefill0", names[: known // BLOCK_TOKENS], 0, BLOCK_TOKENS, 99.0)
+        assert (await holder.fetch(call)).blocks == known // BLOCK_TOKENS
+        await asyncio.sleep(0.01)
+        free = sum((await holder.status()).free_pages)
+        assert free == 80 - known // 4, "what is not fetched is held"
+        # 40 pages in the end
+        growing = long_answer(2, (5, 6, 7), 150)
+        await both.ask(growing, through)
+        assert holder.counters["peer_gives_cut"] == 1
+        assert (await holder.status()).preemptions == 0
+        await settled(both)
 
 
 @pytest.mark.parametrize("why", ["codec", "draining", "reset"])
-def test_a_decode_worker_gives_nothing_that_it_should_not(why: str) -> None:
+async def test_a_decode_worker_gives_nothing_that_it_should_not(why: str) -> None:
     """What came by a codec that loses something is not what the asker would compute."""
-
-    async def main() -> None:
-        async with fleet() as one:
-            following = await first_turn(one)
-            holder = one.decode_worker("decode0")
-            names = holder._kept.chain(following, following.prompt_token_ids)
-            call = FetchCall(1, "prefill0", names, 0, BLOCK_TOKENS, 1.0)
-            if why == "codec":
-                holder._config = replace(holder._config, codec="fp8")
-            elif why == "draining":
-                holder._draining = True
-            else:
-                await holder.reset_cache()
-            assert await holder.fetch(call) == FetchReply()
-            if why != "draining":
-                holder._config = replace(holder._config, codec="none")
-                assert (await turn(one, following))[1] == 103 - (why == "codec") * FETCHED
-            await settled(one)
-
-    run_virtually(main)
-
-
-class EveryoneKnown:
-    """A router's index that is always right about all workers."""
-
-    fleet: Fleet
-
-    def prompt_blocks(self, request: Request) -> PromptBlocks:
-        return PromptBlocks()
-
-    def known(self, request: Request) -> Callable[[], dict[str, int]]:
-        def now() -> dict[str, int]:
-            found = {}
-            for name, process in self.fleet.processes.items():
-                kept = process.worker._kept
-                chain = kept.chain(request, request.prompt_token_ids)
-                found[name] = kept.match(0, chain) * kept.block_tokens
-            return {name: tokens for name, tokens in found.items() if tokens}
-
-        return now
+    async with fleet() as one:
+        following = await first_turn(one)
+        holder = one.decode_worker("decode0")
+        names = holder._kept.chain(following, following.prompt_token_ids)
+        call = FetchCall(1, "prefill0", names, 0, BLOCK_TOKENS, 1.0)
+        if why == "codec":
+            holder._config = replace(holder._config, codec="fp8")
+        elif why == "draining":
+            holder._draining = True
+        else:
+            await holder.reset_cache()
+        assert await holder.fetch(call) == FetchReply()
+        if why != "draining":
+            holder._config = replace(holder._config, codec="none")
+            assert (await turn(one, following))[1] == 103 - (why == "codec") * FETCHED
+        await settled(one)
 
 
 @pytest.mark.parametrize("returns", [True, False])
-def test_the_router_says_which_decode_worker_keeps_more_than_the_only_prefill_worker(
+async def test_the_router_says_which_decode_worker_keeps_more_than_the_only_prefill_worker(
     returns: bool,
 ) -> None:
-    async def main() -> None:
-        index, routing = EveryoneKnown(), RoutingConfig(peer_fetch=True, fetch_from_decode=returns)
-        async with fleet(
-            prefill=limits(pages=80), hints=False, affinity=index, routing=routing, decodes=2
-        ) as one:
-            index.fleet = one
-            await storm(one, Talk(5), requests=40)
-            placed = [getattr(one.answer, "peer", "") for one in one.path.placer._entries]
-            assert {name for name in placed if name} == (set(DECODES) if returns else set())
-            assert (one.counted("peer_blocks_fetched") > 0) == returns
-            await settled(one)
-
-    run_virtually(main)
+    index, routing = EveryoneKnown(), RoutingConfig(peer_fetch=True, fetch_from_decode=returns)
+    async with fleet(
+        prefill=limits(pages=80), hints=False, affinity=index, routing=routing, decodes=2
+    ) as one:
+        index.fleet = one
+        await converse(one, Talk(5), 40, cancels=0.1)
+        placed = [getattr(one.answer, "peer", "") for one in one.path.placer._entries]
+        assert {name for name in placed if name} == (set(DECODES) if returns else set())
+        assert (one.counted("peer_blocks_fetched") > 0) == returns
+        await settled(one)

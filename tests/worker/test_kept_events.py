@@ -19,8 +19,7 @@ from jdisagg.scheduler.page_ledger import PageLedger
 from jdisagg.scheduler.residency import Residency
 from jdisagg.worker.mesh_worker import MeshWorker
 from tests.fakes.cluster import Cluster
-from tests.fakes.virtual_time import run_virtually
-from tests.worker.test_prefix_reuse import NAMES, Talk, limits, storm
+from tests.worker.conversations import NAMES, Talk, limits, storm
 
 GRAIN = 16
 SECONDS = 20
@@ -66,37 +65,34 @@ class Index:
 
 
 @pytest.mark.parametrize("pages", [60, 160])
-def test_a_subscriber_knows_what_the_pages_hold(pages: int) -> None:
-    async def main() -> None:
-        async with Cluster(
-            Mode.DISAGGREGATED, prefill=limits(2, pages), decode=limits(2, pages), names=NAMES
-        ) as cluster:
-            watched: list[tuple[MeshWorker, KeptEvents, Index]] = []
-            for worker in (cluster.prefill, cluster.decode):
-                events = worker.report_kept(lambda: None)
-                assert events is not None
-                watched.append((worker, events, Index()))
-            await storm(cluster, Talk(3), 60, 4)
-            whole = 0
-            for worker, events, index in watched:
-                index.take(events.take(0.0))
-                for rank, tree in enumerate(worker._kept.trees):
-                    held = {int.from_bytes(name[:8], "big") for name, _, _ in tree.by_last_use()}
-                    assert held and set(index.blocks[rank]) == held
-                    for name in held:
-                        if (tokens := index.tokens(rank, name)) is not None:
-                            own = NAMES.chain(Request("r", (1,)), tokens, GRAIN)[-1]
-                            assert int.from_bytes(own[:8], "big") == name
-                            whole += 1
-                assert events.unknown_blocks == 0
-            assert whole > 20
-            assert pages > 60 or sum(index.removed for _, _, index in watched) > 0
-            for worker, events, index in watched:
-                await worker.reset_cache()
-                index.take(events.take(0.0))
-                assert index.cleared == 2 and not any(index.blocks.values())
-
-    run_virtually(main)
+async def test_a_subscriber_knows_what_the_pages_hold(pages: int) -> None:
+    async with Cluster(
+        Mode.DISAGGREGATED, prefill=limits(2, pages), decode=limits(2, pages), names=NAMES
+    ) as cluster:
+        watched: list[tuple[MeshWorker, KeptEvents, Index]] = []
+        for worker in (cluster.prefill, cluster.decode):
+            events = worker.report_kept(lambda: None)
+            assert events is not None
+            watched.append((worker, events, Index()))
+        await storm(cluster, Talk(3), 60, 4)
+        whole = 0
+        for worker, events, index in watched:
+            index.take(events.take(0.0))
+            for rank, tree in enumerate(worker._kept.trees):
+                held = {int.from_bytes(name[:8], "big") for name, _, _ in tree.by_last_use()}
+                assert held and set(index.blocks[rank]) == held
+                for name in held:
+                    if (tokens := index.tokens(rank, name)) is not None:
+                        own = NAMES.chain(Request("r", (1,)), tokens, GRAIN)[-1]
+                        assert int.from_bytes(own[:8], "big") == name
+                        whole += 1
+            assert events.unknown_blocks == 0
+        assert whole > 20
+        assert pages > 60 or sum(index.removed for _, _, index in watched) > 0
+        for worker, events, index in watched:
+            await worker.reset_cache()
+            index.take(events.take(0.0))
+            assert index.cleared == 2 and not any(index.blocks.values())
 
 
 class Held:
@@ -119,6 +115,7 @@ class Held:
         return [int.from_bytes(name[:8], "big") for name in chain]
 
 
+@pytest.mark.real_time
 async def test_a_plain_client_reads_and_replays_batches() -> None:
     held = Held()
     publisher = KvEventPublisher("tcp://127.0.0.1:0", "tcp://127.0.0.1:0", "kv@one@tiny")
@@ -180,6 +177,7 @@ async def test_a_plain_client_reads_and_replays_batches() -> None:
         context.term()
 
 
+@pytest.mark.real_time
 async def test_an_address_that_is_taken_is_named() -> None:
     one = KvEventPublisher("tcp://127.0.0.1:0")
     try:

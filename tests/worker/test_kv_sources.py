@@ -23,8 +23,7 @@ from jdisagg.worker.kv_sources import (
     RestoreQuery,
 )
 from tests.fakes.cluster import toy_request
-from tests.fakes.virtual_time import run_virtually
-from tests.worker.test_prefix_reuse import NAMES
+from tests.worker.conversations import NAMES
 
 PAGE, SIZE = 4, 16
 REQUEST = toy_request(0)
@@ -92,117 +91,93 @@ class Bench:
         return waited
 
 
-def test_all_are_asked_once_and_the_one_that_saves_most_time_brings() -> None:
-    async def main() -> None:
-        host, disk, peer = Source("host", 2), Source("disk", 4), Source("peer", 5)
-        bench = Bench(host, disk, peer)
-        for source, each in ((host, 1e-4), (disk, 5e-4), (peer, 8e-4)):
-            for blocks in (1, 5):
-                source.prices.moved_in(blocks * SIZE, each * blocks * SIZE)
-        bench.sources.computed_in(SIZE, 1e-3 * SIZE)
-        plan = bench.best()
-        assert plan is not None and plan.source is disk  # saves 32 of 64 ms; host 29, peer 16
-        assert len(plan.chain) == 4
-        await bench.run()
-        assert bench.kept.match(0, bench.chain) == 4
-        assert bench.restored.split(0, 79) == CachedTokens(pages=15, disk=64)
-        assert bench.counters["disk_blocks_restored"] == 4
-        assert bench.counters["disk_tokens_restored"] == 64
-
-    run_virtually(main)
+async def test_all_are_asked_once_and_the_one_that_saves_most_time_brings() -> None:
+    host, disk, peer = Source("host", 2), Source("disk", 4), Source("peer", 5)
+    bench = Bench(host, disk, peer)
+    for source, each in ((host, 1e-4), (disk, 5e-4), (peer, 8e-4)):
+        for blocks in (1, 5):
+            source.prices.moved_in(blocks * SIZE, each * blocks * SIZE)
+    bench.sources.computed_in(SIZE, 1e-3 * SIZE)
+    plan = bench.best()
+    assert plan is not None and plan.source is disk  # saves 32 of 64 ms; host 29, peer 16
+    assert len(plan.chain) == 4
+    await bench.run()
+    assert bench.kept.match(0, bench.chain) == 4
+    assert bench.restored.split(0, 79) == CachedTokens(pages=15, disk=64)
+    assert bench.counters["disk_blocks_restored"] == 4
+    assert bench.counters["disk_tokens_restored"] == 64
 
 
-def test_where_nothing_is_measured_the_one_that_has_most_brings_and_the_first_of_equals() -> None:
-    async def main() -> None:
-        host, disk, peer = Source("host", 3), Source("disk", 4), Source("peer", 4)
-        plan = Bench(host, disk, peer).best()
-        assert plan is not None and plan.source is disk
-        assert Bench(Source("host", 0)).best() is None
-        assert Bench().best() is None
-
-    run_virtually(main)
+async def test_where_nothing_is_measured_the_one_that_has_most_brings_and_the_first_of_equals():
+    host, disk, peer = Source("host", 3), Source("disk", 4), Source("peer", 4)
+    plan = Bench(host, disk, peer).best()
+    assert plan is not None and plan.source is disk
+    assert Bench(Source("host", 0)).best() is None
+    assert Bench().best() is None
 
 
-def test_a_prompt_waits_no_longer_than_computing_takes_and_what_has_come_stays() -> None:
-    async def main() -> None:
-        slow = Source("peer", 5, seconds=0.1)
-        bench = Bench(slow)
-        slow.prices.computed_in(SIZE, 0.05)
-        assert await bench.run() == pytest.approx(0.25)
-        assert slow.failures == ["late"]
-        assert bench.kept.match(0, bench.chain) == 2
-        assert bench.restored.split(0, 32) == CachedTokens(peer=32)
-        assert bench.best() is None, "it would take twice as long as was waited"
-        assert bench.best(ahead=200) is not None, "behind other prompts it is hidden"
-
-    run_virtually(main)
+async def test_a_prompt_waits_no_longer_than_computing_takes_and_what_has_come_stays() -> None:
+    slow = Source("peer", 5, seconds=0.1)
+    bench = Bench(slow)
+    slow.prices.computed_in(SIZE, 0.05)
+    assert await bench.run() == pytest.approx(0.25)
+    assert slow.failures == ["late"]
+    assert bench.kept.match(0, bench.chain) == 2
+    assert bench.restored.split(0, 32) == CachedTokens(peer=32)
+    assert bench.best() is None, "it would take twice as long as was waited"
+    assert bench.best(ahead=200) is not None, "behind other prompts it is hidden"
 
 
-def test_a_prompt_that_has_ended_stops_its_restore_and_is_not_called() -> None:
-    async def main() -> None:
-        source = Source("host", 5, seconds=0.1)
-        bench, called = Bench(source), []
-        plan = bench.best()
-        assert plan is not None
-        task = bench.sources.begin(plan, bench.restored, lambda: called.append(1))
-        await asyncio.sleep(0.25)
-        assert not bench.sources.quiet and bench.ledger.free_pages < 40
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
-        assert source.failures == ["unwanted"] and not called and bench.sources.quiet
-        assert bench.kept.match(0, bench.chain) == 2 and bench.ledger.free_pages == 40
-
-    run_virtually(main)
+async def test_a_prompt_that_has_ended_stops_its_restore_and_is_not_called() -> None:
+    source = Source("host", 5, seconds=0.1)
+    bench, called = Bench(source), []
+    plan = bench.best()
+    assert plan is not None
+    task = bench.sources.begin(plan, bench.restored, lambda: called.append(1))
+    await asyncio.sleep(0.25)
+    assert not bench.sources.quiet and bench.ledger.free_pages < 40
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    assert source.failures == ["unwanted"] and not called and bench.sources.quiet
+    assert bench.kept.match(0, bench.chain) == 2 and bench.ledger.free_pages == 40
 
 
 @pytest.mark.parametrize("cause", ["gone", "raise", "bug"])
-def test_a_source_that_brings_less_costs_time_and_is_counted(cause: str) -> None:
-    async def main() -> None:
-        source = Source("host", 3, cause=cause)
-        bench = Bench(source)
-        await bench.run()
-        assert source.failures == [cause if cause == "gone" else "failed"]
-        assert bench.kept.match(0, bench.chain) == 3, "what was verified stays"
-
-    run_virtually(main)
+async def test_a_source_that_brings_less_costs_time_and_is_counted(cause: str) -> None:
+    source = Source("host", 3, cause=cause)
+    bench = Bench(source)
+    await bench.run()
+    assert source.failures == [cause if cause == "gone" else "failed"]
+    assert bench.kept.match(0, bench.chain) == 3, "what was verified stays"
 
 
-def test_without_pages_nothing_is_brought() -> None:
-    async def main() -> None:
-        source = Source("host", 5)
-        bench = Bench(source, pages=4)
-        await bench.run()
-        assert source.failures == ["room"] and bench.counters["host_blocks_restored"] == 0
-
-    run_virtually(main)
+async def test_without_pages_nothing_is_brought() -> None:
+    source = Source("host", 5)
+    bench = Bench(source, pages=4)
+    await bench.run()
+    assert source.failures == ["room"] and bench.counters["host_blocks_restored"] == 0
 
 
-def test_nothing_that_a_reset_should_have_removed_is_kept() -> None:
-    async def main() -> None:
-        source = Source("host", 5, seconds=0.1)
-        bench = Bench(source)
-        asyncio.get_running_loop().call_later(0.25, bench.kept.clear)
-        await bench.run()
-        assert source.failures == ["reset"] and bench.kept.match(0, bench.chain) == 0
-        assert bench.restored.split(0, 32) == CachedTokens(pages=32)
-
-    run_virtually(main)
+async def test_nothing_that_a_reset_should_have_removed_is_kept() -> None:
+    source = Source("host", 5, seconds=0.1)
+    bench = Bench(source)
+    asyncio.get_running_loop().call_later(0.25, bench.kept.clear)
+    await bench.run()
+    assert source.failures == ["reset"] and bench.kept.match(0, bench.chain) == 0
+    assert bench.restored.split(0, 32) == CachedTokens(pages=32)
 
 
-def test_a_source_runs_so_many_restores_and_no_more() -> None:
-    async def main() -> None:
-        bench = Bench(Source("host", 5, seconds=0.1), pages=80)
-        for _ in range(2):
-            plan = bench.best()
-            assert plan is not None
-            bench.sources.begin(plan, bench.restored, lambda: None)
-        await asyncio.sleep(0.01)
-        assert bench.best() is None
-        bench.sources.stop()
-        await asyncio.sleep(0.01)
-        assert bench.best() is not None and bench.sources.quiet
-
-    run_virtually(main)
+async def test_a_source_runs_so_many_restores_and_no_more() -> None:
+    bench = Bench(Source("host", 5, seconds=0.1), pages=80)
+    for _ in range(2):
+        plan = bench.best()
+        assert plan is not None
+        bench.sources.begin(plan, bench.restored, lambda: None)
+    await asyncio.sleep(0.01)
+    assert bench.best() is None
+    bench.sources.stop()
+    await asyncio.sleep(0.01)
+    assert bench.best() is not None and bench.sources.quiet
 
 
 ORIGINS = st.sampled_from(["host", "disk", "peer"])

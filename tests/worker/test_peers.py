@@ -14,7 +14,6 @@ from jdisagg.worker.background import SideCalls
 from jdisagg.worker.peers import ASSUMED_BYTE_SECONDS, LinkMeter, Peers, hello_of
 from jdisagg.worker.step_loop import StepLoop
 from tests.fakes.fake_executor import FakeChannel, FakeExecutor, toy_limits
-from tests.fakes.virtual_time import run_virtually
 
 
 class Sender:
@@ -40,74 +39,68 @@ def connections(log: list[StepCommand]) -> list[str]:
     ]
 
 
-def test_a_peer_is_greeted_again_only_where_a_hand_off_names_another_start_of_it_or_none() -> None:
-    async def main() -> None:
-        mesh = FakeExecutor(toy_limits(), FakeChannel())
-        sender = Sender(hello_of("p", "model", mesh.limits, mesh.card, 10, 77))
-        loop = StepLoop(mesh, lambda _: None, lambda *_: None, lambda _: None)
-        peers = Peers(
-            lambda _: sender,  # type: ignore[arg-type, return-value]
-            hello_of("d", "model", mesh.limits, mesh.card, 1, 5),
-            loop,
-            "none",
-            lambda: 0.0,
-            HandoffTimeouts(),
-            SideCalls(Counters(), HandoffTimeouts()),
-        )  # type: ignore[arg-type, return-value]
+async def test_a_peer_is_greeted_again_only_where_a_hand_off_names_another_start_of_it_or_none():
+    mesh = FakeExecutor(toy_limits(), FakeChannel())
+    sender = Sender(hello_of("p", "model", mesh.limits, mesh.card, 10, 77))
+    loop = StepLoop(mesh, lambda _: None, lambda *_: None, lambda _: None)
+    peers = Peers(
+        lambda _: sender,  # type: ignore[arg-type, return-value]
+        hello_of("d", "model", mesh.limits, mesh.card, 1, 5),
+        loop,
+        "none",
+        lambda: 0.0,
+        HandoffTimeouts(),
+        SideCalls(Counters(), HandoffTimeouts()),
+    )  # type: ignore[arg-type, return-value]
 
-        async def greeted(boot_id: int) -> tuple[str, int]:
-            link = await peers.greet(HandoffSource("p", 1, "host:1", boot_id), sender)  # type: ignore[arg-type]
-            return link.peer, sender.hellos
+    async def greeted(boot_id: int) -> tuple[str, int]:
+        link = await peers.greet(HandoffSource("p", 1, "host:1", boot_id), sender)  # type: ignore[arg-type]
+        return link.peer, sender.hellos
 
-        assert await greeted(10) == ("p#a", 1)
-        assert await greeted(10) == ("p#a", 1), "its start is known"
-        assert await greeted(0) == ("p#a", 2), "nobody says which start it is"
-        sender.restart()
-        assert await greeted(11) == ("p#b", 3)
-        assert await greeted(11) == ("p#b", 3)
-        assert await greeted(10) == ("p#b", 4), (
-            "the router was late: what answers there is another start"
-        )
-        assert connections(mesh.log) == ["ConnectPeer p#a", "DisconnectPeer p#a", "ConnectPeer p#b"]
-
-    run_virtually(main)
+    assert await greeted(10) == ("p#a", 1)
+    assert await greeted(10) == ("p#a", 1), "its start is known"
+    assert await greeted(0) == ("p#a", 2), "nobody says which start it is"
+    sender.restart()
+    assert await greeted(11) == ("p#b", 3)
+    assert await greeted(11) == ("p#b", 3)
+    assert await greeted(10) == ("p#b", 4), (
+        "the router was late: what answers there is another start"
+    )
+    assert connections(mesh.log) == ["ConnectPeer p#a", "DisconnectPeer p#a", "ConnectPeer p#b"]
 
 
-def test_workers_of_other_weights_refuse_a_hand_off_and_are_greeted_again_after_an_update() -> None:
-    async def main() -> None:
-        mesh = FakeExecutor(toy_limits(), FakeChannel())
-        sender = Sender(hello_of("p", "model", mesh.limits, mesh.card, 10, 77))
-        loop = StepLoop(mesh, lambda _: None, lambda *_: None, lambda _: None)
-        ours = hello_of("d", "model", mesh.limits, mesh.card, 1, 5)
-        peers = Peers(
-            lambda _: sender,  # type: ignore[arg-type, return-value]
-            ours,
-            loop,
-            "none",
-            lambda: 0.0,
-            HandoffTimeouts(),
-            SideCalls(Counters(), HandoffTimeouts()),
-        )
+async def test_workers_of_other_weights_refuse_a_hand_off_and_are_greeted_again_after_an_update():
+    mesh = FakeExecutor(toy_limits(), FakeChannel())
+    sender = Sender(hello_of("p", "model", mesh.limits, mesh.card, 10, 77))
+    loop = StepLoop(mesh, lambda _: None, lambda *_: None, lambda _: None)
+    ours = hello_of("d", "model", mesh.limits, mesh.card, 1, 5)
+    peers = Peers(
+        lambda _: sender,  # type: ignore[arg-type, return-value]
+        ours,
+        loop,
+        "none",
+        lambda: 0.0,
+        HandoffTimeouts(),
+        SideCalls(Counters(), HandoffTimeouts()),
+    )
 
-        async def greet(weights: str) -> None:
-            source = HandoffSource("p", 1, "host:1", 10, weights)
-            await peers.greet(source, sender)  # type: ignore[arg-type]
+    async def greet(weights: str) -> None:
+        source = HandoffSource("p", 1, "host:1", 10, weights)
+        await peers.greet(source, sender)  # type: ignore[arg-type]
 
-        await greet("")
-        with pytest.raises(IncompatiblePeerError, match="'new'"):
-            await greet("new")
-        assert sender.hellos == 1
-        peers.introduce(msgspec.structs.replace(ours, weights="new"))
-        with pytest.raises(IncompatiblePeerError, match="weights is 'new' on 'd' and '' on 'p'"):
-            await greet("new")  # the router states what the sender does not have
-        sender.says = msgspec.structs.replace(sender.says, weights="new")
+    await greet("")
+    with pytest.raises(IncompatiblePeerError, match="'new'"):
         await greet("new")
-        assert sender.hellos == 3
-        await greet("new")
-        assert sender.hellos == 3
-        assert connections(mesh.log) == ["ConnectPeer p#a"], "the connection stays"
-
-    run_virtually(main)
+    assert sender.hellos == 1
+    peers.introduce(msgspec.structs.replace(ours, weights="new"))
+    with pytest.raises(IncompatiblePeerError, match="weights is 'new' on 'd' and '' on 'p'"):
+        await greet("new")  # the router states what the sender does not have
+    sender.says = msgspec.structs.replace(sender.says, weights="new")
+    await greet("new")
+    assert sender.hellos == 3
+    await greet("new")
+    assert sender.hellos == 3
+    assert connections(mesh.log) == ["ConnectPeer p#a"], "the connection stays"
 
 
 def test_a_link_of_blocks_of_several_sizes_has_a_latency_and_a_time_per_byte() -> None:

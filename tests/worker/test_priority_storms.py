@@ -12,10 +12,8 @@ from jdisagg.request import Request
 from jdisagg.scheduler.host_blocks import TierRoom
 from tests.fakes.cluster import toy_request
 from tests.fakes.fake_states import with_state
-from tests.fakes.virtual_time import run_virtually
-from tests.worker.test_prefix_reuse import NAMES, limits
-from tests.worker.test_spilled_kv import ROOMY, check_empty, scarce
-from tests.worker.test_suspend import Stream
+from tests.worker.conversations import NAMES, limits
+from tests.worker.spilling import ROOMY, Stream, check_empty, scarce
 
 
 def low(number: int, **sampling: object) -> Request:
@@ -29,85 +27,72 @@ def high(number: int, priority: int = 5, **sampling: object) -> Request:
 
 @pytest.mark.parametrize("mode", list(Mode))
 @pytest.mark.parametrize("room", [ROOMY, TierRoom()], ids=["host", "recomputed"])
-def test_low_streams_are_set_aside_for_high_ones_and_lose_no_token(
+async def test_low_streams_are_set_aside_for_high_ones_and_lose_no_token(
     mode: Mode, room: TierRoom
 ) -> None:
-    async def main() -> None:
-        async with scarce(room, pages=60, mode=mode) as cluster:
-            streams = [Stream(cluster, low(number)) for number in range(12)]
-            await streams[0].until(5)
-            began = cluster.clock.now()
-            rival = Stream(cluster, high(0))
-            await rival.until(1)
-            waited = cluster.clock.now() - began
-            await rival.end()
-            assert cluster.decode.counters["sequences_yielded"] > 0
-            if room.host_bytes:
-                assert cluster.decode.counters["sequences_spilled"] > 0
-            for stream in streams:
-                await stream.end()
-            assert waited < 0.5 * (cluster.clock.now() - began)
-            await check_empty(cluster)
-
-    run_virtually(main)
+    async with scarce(room, pages=60, mode=mode) as cluster:
+        streams = [Stream(cluster, low(number)) for number in range(12)]
+        await streams[0].until(5)
+        began = cluster.clock.now()
+        rival = Stream(cluster, high(0))
+        await rival.until(1)
+        waited = cluster.clock.now() - began
+        await rival.end()
+        assert cluster.decode.counters["sequences_yielded"] > 0
+        if room.host_bytes:
+            assert cluster.decode.counters["sequences_spilled"] > 0
+        for stream in streams:
+            await stream.end()
+        assert waited < 0.5 * (cluster.clock.now() - began)
+        await check_empty(cluster)
 
 
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("mode", [Mode.DISAGGREGATED, Mode.CHUNKED])
-def test_storms_of_several_priorities_leave_every_stream_as_it_is(mode: Mode, seed: int) -> None:
-    async def main() -> None:
-        draw = random.Random(seed)
-        async with scarce(
-            pages=90, mode=mode, decode=limits(2, 60, 4), names=NAMES, seed=seed
-        ) as cluster:
-            streams = []
-            for number in range(60):
-                options = {"n": draw.choice([1, 1, 2]), "temperature": draw.choice([0.0, 0.9])}
-                one = low(number, seed=number, max_tokens=draw.randint(2, 60), **options)
-                one = replace(one, priority=draw.choice([-3, 0, 0, 2, 7]))
-                streams.append(Stream(cluster, one))
-                await asyncio.sleep(draw.expovariate(100.0))
-            for stream in streams:
-                await stream.end()
-            assert cluster.decode.counters["sequences_yielded"] > 0
-            await check_empty(cluster)
-
-    run_virtually(main)
-
-
-def test_the_state_of_hybrid_models_is_set_aside_too() -> None:
-    async def main() -> None:
-        hybrid = with_state(limits(pages=60))
-        async with scarce(decode=hybrid, prefill=with_state(limits(pages=400))) as cluster:
-            streams = [Stream(cluster, low(number)) for number in range(12)]
-            await streams[0].until(5)
-            await Stream(cluster, high(0)).end()
-            assert cluster.decode.counters["sequences_spilled"] > 0
-            for stream in streams:
-                await stream.end()
-            await check_empty(cluster)
-
-    run_virtually(main)
+async def test_storms_of_several_priorities_leave_every_stream_as_it_is(
+    mode: Mode, seed: int
+) -> None:
+    draw = random.Random(seed)
+    async with scarce(
+        pages=90, mode=mode, decode=limits(2, 60, 4), names=NAMES, seed=seed
+    ) as cluster:
+        streams = []
+        for number in range(60):
+            options = {"n": draw.choice([1, 1, 2]), "temperature": draw.choice([0.0, 0.9])}
+            one = low(number, seed=number, max_tokens=draw.randint(2, 60), **options)
+            one = replace(one, priority=draw.choice([-3, 0, 0, 2, 7]))
+            streams.append(Stream(cluster, one))
+            await asyncio.sleep(draw.expovariate(100.0))
+        for stream in streams:
+            await stream.end()
+        assert cluster.decode.counters["sequences_yielded"] > 0
+        await check_empty(cluster)
 
 
-def test_equal_priorities_set_nobody_aside() -> None:
-    async def main() -> None:
-        async with scarce(pages=60) as cluster:
-            requests = [high(number, priority=3) for number in range(20)]
-            await cluster.collect_all(requests)
-            assert cluster.decode.counters["sequences_yielded"] == 0
+async def test_the_state_of_hybrid_models_is_set_aside_too() -> None:
+    hybrid = with_state(limits(pages=60))
+    async with scarce(decode=hybrid, prefill=with_state(limits(pages=400))) as cluster:
+        streams = [Stream(cluster, low(number)) for number in range(12)]
+        await streams[0].until(5)
+        await Stream(cluster, high(0)).end()
+        assert cluster.decode.counters["sequences_spilled"] > 0
+        for stream in streams:
+            await stream.end()
+        await check_empty(cluster)
 
-    run_virtually(main)
+
+async def test_equal_priorities_set_nobody_aside() -> None:
+    async with scarce(pages=60) as cluster:
+        requests = [high(number, priority=3) for number in range(20)]
+        await cluster.collect_all(requests)
+        assert cluster.decode.counters["sequences_yielded"] == 0
 
 
-def test_a_queue_full_of_low_requests_refuses_no_high_one() -> None:
-    async def main() -> None:
-        async with scarce(pages=24, queue_limit=4) as cluster:
-            streams = [Stream(cluster, low(number, max_tokens=30)) for number in range(5)]
-            await streams[0].until(3)
-            await Stream(cluster, high(1)).end()
-            for stream in streams:
-                await stream.end()
-            await check_empty(cluster)
-
-    run_virtually(main)
+async def test_a_queue_full_of_low_requests_refuses_no_high_one() -> None:
+    async with scarce(pages=24, queue_limit=4) as cluster:
+        streams = [Stream(cluster, low(number, max_tokens=30)) for number in range(5)]
+        await streams[0].until(3)
+        await Stream(cluster, high(1)).end()
+        for stream in streams:
+            await stream.end()
+        await check_empty(cluster)

@@ -14,7 +14,7 @@ from jdisagg.request import FinishReason, Request, StreamEvent, TokenLogprobs, U
 from jdisagg.service.server import GenerationServer
 from models.token_bytes import TokenBytes
 from models.tokenizer import Tokenizer
-from tests.end_to_end.clusters import LLAMA
+from tests.checkpoints import LLAMA
 from tests.service.doors import EOS, MODEL, TEMPLATE, FakePath, make_frontend, scores_of
 from tests.service.http_doors import HttpDoor, events, http_door, running
 

@@ -24,7 +24,7 @@ from jdisagg.simulator.planning.fleet import FleetMaker
 from jdisagg.simulator.planning.planner import Plan, Planner, Search
 from jdisagg.simulator.planning.verdict import Finding
 from jdisagg.simulator.workloads import Arrival, Fixed, poisson
-from tests.simulator.planning.test_planner import best_of
+from tests.simulator.planning.plans import best_of
 
 MODEL = geometry("llama-3-8b")
 
@@ -52,12 +52,10 @@ def test_over_a_slow_link_one_pool_wins_and_over_a_fast_one_the_same_hand_off_is
     )
     assert slow.findings[0].candidate.mode is Mode.UNIFIED and slow.verdict.startswith("One pool")
     two = best_of(slow, Mode.DISAGGREGATED)
-    assert (
-        two is not None
-        and two.rate == 0
-        and "ethernet-10g" in two.binding
-        and "the link is slow" in slow.verdict
-    )
+    assert two is not None
+    assert two.rate == 0
+    assert "ethernet-10g" in two.binding
+    assert "the link is slow" in slow.verdict
     fast = plan(Site(accelerator("h100"), 2), workload, goal, (Mode.DISAGGREGATED,))
     assert fast.findings[0].rate > 0 and fast.findings[0].link_share < 0.05
 
@@ -74,11 +72,9 @@ def test_an_answer_of_one_token_never_decodes_so_that_two_pools_waste_one():
 def test_more_than_the_prefill_can_compute_is_not_carried_however_generous_the_limit_on_the_first_token():  # noqa: E501
     """400 requests at once and a half of what can be computed last as long as the limit: none of
     them is late yet."""
-    site, goal, workload = (
-        Site(accelerator("h100"), 1),
-        Goal(10.0, 0.05),
-        poisson(1.0, 100, Fixed(800, 1)),
-    )
+    site = Site(accelerator("h100"), 1)
+    goal = Goal(10.0, 0.05)
+    workload = poisson(1.0, 100, Fixed(800, 1))
     demand, fitting = Demand.of(workload), fitting_layouts(MODEL, site, 801)
     candidate = Candidate(Mode.UNIFIED, Layout(), 1)
     computed = 1 / float(
@@ -134,11 +130,8 @@ def test_what_is_predicted_is_what_is_configured():
         of_all_slots = simulated.slots_per_rank * 8192 // simulated.page_size
         assert fleet.limits_of(pool).pages_per_rank == min(instance.pages_per_rank, of_all_slots)
     assert fleet.decode.instance.slots_per_rank == engine.decode.slots_per_rank
-    assert (engine.decode.slots_per_rank, engine.decode.hardware, engine.model.context_tokens) == (
-        64,
-        "h100",
-        8192,
-    )
+    assert engine.decode.slots_per_rank == 64 and engine.decode.hardware == "h100"
+    assert engine.model.context_tokens == 8192
     one = maker.fleet(Candidate(Mode.CHUNKED, Layout(tp=2), 2, 512))
     assert one.prefill is None and one.mode is Mode.CHUNKED and one.fused
     in_turns = FleetMaker(MODEL, site, fused=False)
@@ -149,11 +142,9 @@ def test_what_is_predicted_is_what_is_configured():
 def test_a_recipe_has_as_few_slots_as_carry_what_was_predicted():
     """A mean of sequences hides their peaks: with slots for the mean alone the goal may be
     missed."""
-    site, goal, workload = (
-        Site(accelerator("h100"), 1),
-        Goal(1.0, 0.02),
-        poisson(1.0, 60, Fixed(200, 60), seed=2),
-    )
+    site = Site(accelerator("h100"), 1)
+    goal = Goal(1.0, 0.02)
+    workload = poisson(1.0, 60, Fixed(200, 60), seed=2)
     maker = FleetMaker(MODEL, site)
     planner = Planner(
         MODEL,

@@ -3,7 +3,7 @@ simulator."""
 
 import bisect
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -28,53 +28,10 @@ from jdisagg.simulator.planning.trials import (
     requests_at,
     settled,
 )
-from jdisagg.simulator.planning.verdict import Finding, Trial
-from jdisagg.simulator.report import RequestOutcome, WorkerUsage, attainment
+from jdisagg.simulator.planning.verdict import Trial
+from jdisagg.simulator.report import RequestOutcome, attainment
 from jdisagg.simulator.workloads import Arrival, Fixed, mean_rate, poisson
-
-SITE = Site(accelerator("h100"), 8)
-GOAL = Goal(0.5, 0.05)
-WORKLOAD = poisson(5.0, 200, Fixed(900, 100), seed=1)
-
-Capacity = Callable[[Candidate], float]
-
-
-class Servers:
-    """Serves up to `capacity(candidate)` requests per second in time and all above that late.
-    Records the candidates that were run."""
-
-    def __init__(self, capacity: Capacity, late: str = "ttft") -> None:
-        self._capacity, self._late = capacity, late
-        self.asked: list[Candidate] = []
-
-    def __call__(self, candidate: Candidate, arrivals: Sequence[Arrival], lost: Lost) -> TrialRun:
-        self.asked.append(candidate)
-        in_time = min(1.0, self._capacity(candidate) / mean_rate(arrivals))
-        outcomes = []
-        for index, item in enumerate(arrivals):
-            good = (index * 0.618034) % 1 < in_time
-            first = item.at_seconds + (0.1 if good or self._late != "ttft" else 9.0)
-            finish = first + (item.output_tokens - 1) * (
-                0.01 if good or self._late != "tpot" else 0.9
-            )
-            end = "finished" if good or self._late != "refused" else "refused"
-            reason = "" if end == "finished" else "no pages"
-            outcomes.append(
-                RequestOutcome(
-                    str(index),
-                    item.at_seconds,
-                    finish,
-                    item.prompt_tokens,
-                    item.output_tokens,
-                    first,
-                    end=end,
-                    reason=reason,
-                )  # type: ignore[arg-type]
-            )
-        return TrialRun(
-            tuple(outcomes),
-            (WorkerUsage("a", "prefill", 4, 1.0), WorkerUsage("b", "decode", 4, 9.0)),
-        )
+from tests.simulator.planning.plans import GOAL, SITE, WORKLOAD, Capacity, Servers, best_of, both
 
 
 def one_server(seconds_each: float) -> Runner:
@@ -122,15 +79,6 @@ def tried(
 def plan(capacity: Capacity, late: str = "ttft", site: Site = SITE, **options: object) -> Plan:
     servers, search = Servers(capacity, late), Search(**options)  # type: ignore[arg-type]
     return Planner(geometry("llama-3-70b"), site, GOAL, both(servers), search).plan(WORKLOAD)
-
-
-def both(runner: Runner) -> Runners:
-    """Takes the runner for simulated and for stepped runs."""
-    return Runners(runner, runner)
-
-
-def best_of(found: Plan, mode: Mode) -> Finding | None:
-    return next((item for item in found.findings if item.candidate.mode is mode), None)
 
 
 @pytest.mark.parametrize("guess", [0.3, 1.0, 7.0, 40.0])
@@ -292,10 +240,8 @@ def test_what_binds_is_what_the_runs_beyond_the_rate_missed(late: str, binding: 
 def test_too_few_accelerators_for_two_pools_are_said():
     found = plan(lambda item: 5.0, site=Site(accelerator("h100"), 2))
     assert found.left_out == ("disaggregated: two pools need 4 accelerators at least, there are 2",)
-    assert (
-        "Nothing to compare with (disaggregated" in found.verdict
-        and best_of(found, Mode.DISAGGREGATED) is None
-    )
+    assert "Nothing to compare with (disaggregated" in found.verdict
+    assert best_of(found, Mode.DISAGGREGATED) is None
 
 
 def test_a_goal_that_nothing_attains_is_told_with_the_nearest():
@@ -330,11 +276,9 @@ def test_progress_ends_with_all_candidates_done():
     servers = both(Servers(lambda item: 6.0))
     search = Search(modes=(Mode.UNIFIED,), finalists=1)
     Planner(geometry("llama-3-70b"), SITE, GOAL, servers, search, said).plan(WORKLOAD)
-    assert (
-        said.steps[-1][0] == "done"
-        and said.steps[-1][1] == said.steps[-1][2]
-        and any(text.startswith("unified") for text, _, _ in said.steps)
-    )
+    assert said.steps[-1][0] == "done"
+    assert said.steps[-1][1] == said.steps[-1][2]
+    assert any(text.startswith("unified") for text, _, _ in said.steps)
 
 
 def test_first_answers_by_arithmetic_and_by_stepping_come_before_anything_is_simulated():
@@ -420,17 +364,13 @@ def test_a_slow_link_is_named_where_it_binds():
     assert two.link_share == pytest.approx(
         1.0 / 0.9 * 900 * 327_680 / (side_by_side * 1e9), rel=0.1
     )
-    assert (
-        "ethernet-10g" in two.binding
-        and "the link is slow for the KV that is transferred" in found.verdict
-    )
+    assert "ethernet-10g" in two.binding
+    assert "the link is slow for the KV that is transferred" in found.verdict
 
 
 def test_requests_at_a_rate_are_the_workloads_own_in_order_with_the_same_gaps_at_every_rate():
-    one, two = (
-        requests_at(WORKLOAD, 10.0, 500, "poisson", 3),
-        requests_at(WORKLOAD, 20.0, 500, "poisson", 3),
-    )
+    one = requests_at(WORKLOAD, 10.0, 500, "poisson", 3)
+    two = requests_at(WORKLOAD, 20.0, 500, "poisson", 3)
     assert len(one) == 500 and mean_rate(one) == pytest.approx(10, rel=0.1)
     assert [item.at_seconds for item in two] == pytest.approx([item.at_seconds / 2 for item in one])
     own = requests_at(WORKLOAD, 10.0, 100, "trace", 3)
@@ -490,10 +430,8 @@ def test_a_trace_that_ends_too_soon_to_tell_is_told_and_what_it_shows_is_the_lea
         Search(modes=(Mode.UNIFIED,), finalists=1),
     )
     found = asked.plan(named)
-    assert (
-        found.findings[0].rate == pytest.approx(200 / (3 * 1.09), rel=0.05)
-        and found.findings[0].short
-    )
+    assert found.findings[0].rate == pytest.approx(200 / (3 * 1.09), rel=0.05)
+    assert found.findings[0].short
     assert (
         "These rates are lower bounds, because the requests end too soon at higher ones (unified"
         in found.verdict

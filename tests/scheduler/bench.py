@@ -1,0 +1,52 @@
+"""A decode scheduler and its sequences."""
+
+from dataclasses import replace
+
+from jdisagg.messages.step_commands import DecodeResult, DecodeSteps, SampledToken
+from jdisagg.request import Grammar
+from jdisagg.scheduler.decode_batches import DecodeBatches
+from jdisagg.scheduler.decode_state import DecodeState
+from jdisagg.scheduler.executor import MeshLimits
+from jdisagg.scheduler.handoff import HandoffEvent
+from jdisagg.scheduler.reservations import Reservations
+from jdisagg.scheduler.sequences import SequenceGroup
+from tests.fakes.cluster import toy_request
+
+STOP = 99
+
+
+class Bench:
+    """A state with its two deciders, and short names for what a worker would do."""
+
+    def __init__(self, limits: MeshLimits, growth_tokens: int = 4, steps: int = 1) -> None:
+        self.state = DecodeState(limits)
+        self.reservations = Reservations(self.state, growth_tokens)
+        self.batches = DecodeBatches(self.state, growth_tokens, steps)
+        self.step = 0
+
+    def ready(
+        self,
+        number: int,
+        prompt_tokens: int = 4,
+        max_tokens: int = 20,
+        first: int = 1,
+        grammar: Grammar | None = None,
+    ) -> SequenceGroup:
+        request = replace(
+            toy_request(number, prompt_tokens, max_tokens=max_tokens, grammar=grammar),
+            stop_ids=(STOP,),
+        )
+        self.reservations.enqueue(request, 1, ((0, ()),), arrival=float(number))
+        (group,) = self.reservations.grant(lease_until=9.0)
+        self.state.advance(group, HandoffEvent.GENERATE, 9.0)
+        self.batches.ready(group, (SampledToken(group.key, 0, first),), 0, 9.0)
+        return group
+
+    def plan(self, quiet: bool = True) -> DecodeSteps:
+        self.step += 1
+        plan = self.batches.next_step(self.step, quiet)
+        assert plan is not None
+        return plan
+
+    def result(self, plan: DecodeSteps, *rows: tuple[int, ...]) -> None:
+        self.batches.apply(DecodeResult(plan.step, (rows,)))
