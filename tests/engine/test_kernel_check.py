@@ -123,6 +123,7 @@ def test_an_unknown_kernel_is_refused_with_the_names() -> None:
         choose_kernels("flash", accelerator="gpu")
 
 
+@pytest.mark.ci
 def test_probes_compare_the_kernels_with_their_xla_forms() -> None:
     """In interpret mode, the kernels that have one."""
     assert kernel_check.decode_attention(interpret=True) < kernel_check.BOUND

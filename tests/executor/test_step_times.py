@@ -10,7 +10,7 @@ from jdisagg.executor import step_times
 from jdisagg.executor.mesh_executor import MeshExecutor, MeshRole
 from jdisagg.executor.step_times import measure_step_times
 from jdisagg.executor.warm_up import warm_up_steps
-from tests.executor.meshes import HandChannel, executor
+from tests.executor.meshes import executor
 from tests.fakes.fake_executor import toy_limits
 
 
@@ -23,7 +23,7 @@ from tests.fakes.fake_executor import toy_limits
     ],
 )
 def test_a_warm_mesh_measures_its_programs_without_compiling(role, chunks, steps) -> None:
-    mesh = executor("m", "tp=1", role, HandChannel(), 0, page=16, dtype="float32")
+    mesh = executor("m", "tp=1", role)
     try:
         for step in warm_up_steps(mesh):
             step()

@@ -115,23 +115,6 @@ class Hosts:
         _ip(*self._inside(host), "addr", "add", f"{address}/24", "dev", self._taps[host])
         return address
 
-    def translate(self, host: int) -> str:
-        """Gives a host another address, for which other hosts use `address(host)` as before, and
-        returns the new one. The wire translates the addresses."""
-        inside, device = self._address(80, host), ("dev", self._taps[host])
-        own = self._inside(host)
-        _ip(*own, "addr", "del", f"{self.address(host)}/24", *device)
-        _ip(*own, "addr", "add", f"{inside}/32", *device)
-        _ip(*own, "route", "add", f"{self._address(78, -1)}/24", *device, "src", inside)
-        for other, tap in enumerate(self._taps):
-            if other != host:  # ARP is not translated
-                beside = (*self._inside(other), "neigh", "replace", self.address(host))
-                _ip(*beside, "lladdr", _link_address(host), "dev", tap)
-                beyond = (*own, "neigh", "replace", self.address(other))
-                _ip(*beyond, "lladdr", _link_address(other), *device)
-        self._tell({"translate": host, "inside": inside, "outside": self.address(host)})
-        return inside
-
     def _inside(self, host: int) -> tuple[str, ...]:
         space = self._spaces[host]
         return ("-n", space) if space else ()

@@ -1,6 +1,7 @@
 """One engine for all tests that need no other: its programs are compiled once."""
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 
 import pytest
 
@@ -9,6 +10,7 @@ from jdisagg.engine.research.kv_cache import KVCache
 from tests.engine.research.research_engines import (
     NAME,
     TP4,
+    EngineOf,
     Expected,
     hugging_face,
     ledgers,
@@ -33,3 +35,10 @@ def golden() -> Expected:
 def kv(engine: Engine, golden: Expected) -> KVCache:
     """Of the prompt: 24 tokens, in blocks of 16 and 8."""
     return engine.prefill(golden.prompt, layout=TP4)
+
+
+@pytest.fixture
+def engine_of(engine: Engine) -> EngineOf:
+    """An engine of a golden checkpoint, which a test has for itself if it is another than the
+    shared one."""
+    return lambda name: nullcontext(engine) if name == NAME else open_engine(name)

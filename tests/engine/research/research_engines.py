@@ -2,6 +2,7 @@
 Face transformers (tests/golden), and a dense forward pass on one device."""
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,6 +23,7 @@ CHUNK_TOKENS, CONTEXT_TOKENS = 16, 112
 NAME, NEW_TOKENS = "llama_tied", 8
 TP4, DP2 = PrefillLayout(tp=4), DecoderLayout(dp=2)
 
+EngineOf = Callable[[str], AbstractContextManager[Engine]]
 # (layer, k [T, K, H], v [T, K, H]) -> what is attended to instead
 Change = Callable[[int, jax.Array, jax.Array], tuple[jax.Array, jax.Array]]
 

@@ -23,6 +23,7 @@ from tests.engine.research.research_engines import (
     NAME,
     NEW_TOKENS,
     TP4,
+    EngineOf,
     Expected,
     assert_same_kv,
     dense_pass,
@@ -48,10 +49,10 @@ def test_the_beginning_of_a_cache_is_the_cache_of_the_beginning(
     first_quick([(NAME, (5, 16)), ("deepseek_v3", (11,)), ("mistral_window", (9, 17))]),
 )
 def test_parts_joined_in_order_are_the_whole_and_go_on_as_it_does(
-    name: str, cuts: tuple[int, ...]
+    engine_of: EngineOf, name: str, cuts: tuple[int, ...]
 ) -> None:
     expected = hugging_face(name)
-    with open_engine(name) as engine:
+    with engine_of(name) as engine:
         kv = engine.prefill(expected.prompt, layout=TP4)
         edges = [0, *cuts, len(kv)]
         parts = [kv[first:stop] for first, stop in pairwise(edges)]

@@ -21,6 +21,7 @@ from tests.engine.research.research_engines import (
     NAME,
     NEW_TOKENS,
     TP4,
+    EngineOf,
     Expected,
     assert_same_kv,
     dense_pass,
@@ -54,12 +55,12 @@ class Words:
     ),
 )
 def test_a_prompt_in_turns_gives_the_tokens_of_the_whole(
-    name: str, layout: Layout, cuts: tuple[int, ...]
+    engine_of: EngineOf, name: str, layout: Layout, cuts: tuple[int, ...]
 ) -> None:
     """Layers with a window, latents, experts."""
     expected = hugging_face(name)
     edges = [*cuts, len(expected.prompt)]
-    with open_engine(name) as engine:
+    with engine_of(name) as engine:
         kv = engine.prefill(expected.prompt[: cuts[0]], layout=TP4)
         with engine.create_session("s", layout=layout) as session:
             session.push(kv)
@@ -126,26 +127,28 @@ def test_a_turn_that_does_not_fit_leaves_the_session_as_it_was(
         assert engine.generate_tokens(session, 4).token_ids == tuple(golden.greedy[:4])
 
 
-def test_text_that_continues_gets_no_token_before_it() -> None:
-    with open_engine(NAME, tokenizer=Words()) as engine:
-        kv = engine.prefill("5 6", layout=TP4)
-        with engine.create_session("s", layout=DP2) as session:
-            session.push(kv)
-            assert session.append("7 8").token_ids == (7, 8)
-            assert session.token_ids == (1, 5, 6, 7, 8)
-        assert engine.score("7 8", after=kv).token_ids == (7, 8)
-        assert engine.score("7 8", layout=TP4).token_ids == (7, 8), (
-            "after the token that begins a text"
-        )
+def test_text_that_continues_gets_no_token_before_it(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine, "tokenizer", Words())
+    kv = engine.prefill("5 6", layout=TP4)
+    with engine.create_session("s", layout=DP2) as session:
+        session.push(kv)
+        assert session.append("7 8").token_ids == (7, 8)
+        assert session.token_ids == (1, 5, 6, 7, 8)
+    assert engine.score("7 8", after=kv).token_ids == (7, 8)
+    assert engine.score("7 8", layout=TP4).token_ids == (7, 8), "after the token that begins a text"
 
 
 @pytest.mark.parametrize(
     ("name", "layout"),
     first_quick([(NAME, TP4), ("gpt_oss", PrefillLayout(dp=2, tp=2)), ("gemma3_text", TP4)]),
 )
-def test_scores_of_a_prompt_are_those_of_transformers(name: str, layout: Layout) -> None:
+def test_scores_of_a_prompt_are_those_of_transformers(
+    engine_of: EngineOf, name: str, layout: Layout
+) -> None:
     expected = hugging_face(name)
-    with open_engine(name) as engine:
+    with engine_of(name) as engine:
         scores = engine.score(expected.prompt, layout=layout, top=3, logits=True)
         assert_scores(scores, expected.prompt[1:], expected.logits[:-1])
 
