@@ -25,7 +25,8 @@ from jdisagg.messages.step_commands import (
 from jdisagg.ops.parameters import layout_meshes
 from jdisagg.request import SamplingParams
 from tests.executor.meshes import executor
-from tests.shapes import CHUNK
+from tests.executor.prompts import wanted
+from tests.shapes import CHUNK, LLAMA, SLOTS
 
 GREEDY = SampleSpec(0, SamplingParams(temperature=0.0))
 WIDTH = 128  # of the shipped model
@@ -104,35 +105,34 @@ def test_a_stage_that_cannot_have_devices_of_every_process_is_refused() -> None:
 async def test_activations_go_on_and_tokens_back_for_each_batch_and_nothing_else(
     received: list[jax.Array],
 ) -> None:
-    """Slots 0 and 1 are of two batches. The tokens are those of a chunk and steps on one mesh."""
-    pages = ((0, 1, 2), (4, 5, 6))
-    rows = tuple(
-        PrefillRow(slot, 0, 32 * slot, tuple(range(20, 45)), 0, pages[slot], (GREEDY,))
-        for slot in range(2)
-    )
-    tokens = []
-    for layout in ("tp=1", "pp=2"):
-        mesh = executor("d", layout, MeshRole(True, True))
-        try:
-            chunk = await mesh.run(PrefillChunk(1, CHUNK, rows))
-            assert isinstance(chunk, PrefillResult)
-            assert [x.shape for x in received] == [(1, CHUNK, WIDTH)] * (layout == "pp=2")
-            received.clear()
-            admits = tuple(
-                SlotAdmit(slot, 0, slot, 9 + slot, 25, 33, pages[slot], GREEDY, slot)
-                for slot in range(2)
-            )
-            result = await mesh.run(DecodeSteps(2, 3, ((1, 0),), admits=admits))
-            assert isinstance(result, DecodeResult)
-            tokens.append(([sample.token for sample in chunk.samples], result.tokens))
-        finally:
-            mesh.close()
-    assert tokens[0] == tokens[1]
+    """Slots 0 and 1 are of two batches. The tokens are those of a dense pass."""
+    pages, prompt, steps = ((0, 1, 2), (4, 5, 6)), tuple(range(20, 45)), 3
+    mesh = executor("d", "pp=2", MeshRole(True, True))
+    try:
+        rows = tuple(
+            PrefillRow(slot, 0, 32 * slot, prompt, 0, pages[slot], (GREEDY,)) for slot in range(2)
+        )
+        chunk = await mesh.run(PrefillChunk(1, CHUNK, rows))
+        assert isinstance(chunk, PrefillResult)
+        assert [x.shape for x in received] == [(1, CHUNK, WIDTH)]
+        received.clear()
+        admits = tuple(
+            SlotAdmit(slot, 0, slot, 9 + slot, 25, 33, pages[slot], GREEDY, slot)
+            for slot in range(2)
+        )
+        result = await mesh.run(DecodeSteps(2, steps, ((1, 0),), admits=admits))
+        assert isinstance(result, DecodeResult)
+    finally:
+        mesh.close()
+    for slot, tokens in zip((1, 0), result.tokens[0], strict=True):
+        likeliest = wanted(LLAMA, (*prompt, 9 + slot, *tokens)).argmax(-1)
+        assert chunk.samples[slot].token == likeliest[len(prompt) - 1]
+        assert tokens == tuple(likeliest[len(prompt) :][:steps])
     shapes = [array.shape for array in received]
     # Before its first step a batch has no tokens on the first stage.
-    assert shapes.count((1, 1, WIDTH)) == 2 * 3
-    assert shapes.count((1, 2, 2)) == 2 * 3 + 2
-    assert len(shapes) == 14
+    assert shapes.count((1, 1, WIDTH)) == 2 * steps
+    assert shapes.count((1, SLOTS, 2)) == 2 * steps + 2
+    assert len(shapes) == 4 * steps + 2
 
 
 def test_the_choices_of_batches_are_read_in_the_order_of_the_steps_rows() -> None:
