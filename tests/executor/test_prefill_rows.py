@@ -1,12 +1,10 @@
 """A prefill's last layer is computed for the rows that sample alone, and their logits are those of
 a dense pass."""
 
-from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import msgspec
 import numpy as np
 import pytest
 
@@ -15,40 +13,9 @@ from jdisagg.layout.axes import Layout
 from jdisagg.model_api import Shards
 from jdisagg.ops.dense_attention import dense_causal_attend
 from models.checkpoint import load_model
-from tests.executor.prompts import GREEDY, check, part, prefiller, prompt, run
+from tests.executor.prompts import prefiller
 from tests.lanes import first_ci
-from tests.shapes import CHUNK, GOLDEN, LLAMA, MOE
-
-OTHER = msgspec.structs.replace(GREEDY, child=1)
-
-
-@pytest.mark.ci
-@pytest.mark.parametrize(
-    ("directory", "layout"), first_ci([(MOE, "dp=2,tp=2,ep=4"), (LLAMA, "tp=1"), (MOE, "dp=2")])
-)
-def test_rows_sample_as_in_a_dense_pass_whatever_shares_their_chunk(
-    directory: Path, layout: str
-) -> None:
-    """A long prompt's first chunk samples nothing; its end shares one with a whole short prompt, of
-    which two children sample; on the other rank, if there is one, the last chunk's only row samples
-    nothing, then goes on alone."""
-    executor = prefiller(directory, layout)
-    try:
-        long, short, late = prompt(1, 101), prompt(2, 9), prompt(3, 70)
-        other = Layout.parse(layout).dp > 1
-        assert not run(executor, part(0, 0, 0, long, 0, 64)).samples
-        rows = [part(0, 0, 0, long, 64, 101, GREEDY), part(1, 0, 48, short, 0, 9, GREEDY, OTHER)]
-        found = run(executor, *rows, *([part(2, 1, 0, late, 0, 64)] if other else [])).samples
-        sampled = {(one.sequence, one.child): one for one in found}
-        assert set(sampled) == {(0, 0), (1, 0), (1, 1)}
-        check(directory, long, sampled[0, 0])
-        for child in (0, 1):
-            check(directory, short, sampled[1, child])
-        if other:
-            (last,) = run(executor, part(2, 1, 0, late, 64, 70, GREEDY)).samples
-            check(directory, late, last)
-    finally:
-        executor.close()
+from tests.shapes import CHUNK, GOLDEN, LLAMA
 
 
 @pytest.mark.ci

@@ -23,6 +23,7 @@ from tests.lanes import first_ci
 from tests.shapes import GOLDEN, LLAMA, MOE
 
 TOP = 4
+OTHER = msgspec.structs.replace(GREEDY, child=1)
 
 
 def asking(row: PrefillRow, ids: tuple[int, ...]) -> PrefillRow:
@@ -31,30 +32,36 @@ def asking(row: PrefillRow, ids: tuple[int, ...]) -> PrefillRow:
     return msgspec.structs.replace(row, prompt_logprobs=TOP, following=following)
 
 
-def test_prompts_are_scored_as_in_a_dense_pass(two: Pair) -> None:
-    """A long prompt in two chunks; the second one's other row does not ask, and samples as ever."""
+def test_prompts_are_scored_and_rows_sample_as_in_a_dense_pass(two: Pair) -> None:
+    """A long prompt in two chunks, of which the first samples nothing; its end shares one with a
+    whole short prompt, which does not ask and of which two children sample."""
     long, short = prompt(1, 101), prompt(2, 9)
     first = run(two.prefill, asking(part(0, 0, 0, long, 0, 64), long))
     assert not first.samples
     last = asking(part(0, 0, 0, long, 64, 101, GREEDY), long)
-    second = run(two.prefill, last, part(1, 0, 48, short, 0, 9, GREEDY))
+    second = run(two.prefill, last, part(1, 0, 48, short, 0, 9, GREEDY, OTHER))
     prompts = (*first.prompts, *second.prompts)
     assert [key for key, _ in prompts] == [0, 0]
-    found = PromptLogprobs.joined([part for _, part in prompts])
-    check_prompt(LLAMA, long, found)
-    for ids, sample in zip((long, short), second.samples, strict=True):
-        check(LLAMA, ids, sample)
+    check_prompt(LLAMA, long, PromptLogprobs.joined([part for _, part in prompts]))
+    sampled = {(one.sequence, one.child): one for one in second.samples}
+    assert set(sampled) == {(0, 0), (1, 0), (1, 1)}
+    for (sequence, _), sample in sampled.items():
+        check(LLAMA, (long, short)[sequence], sample)
 
 
 @pytest.mark.ci
 def test_prompts_of_each_rank_are_scored_as_in_a_dense_pass() -> None:
+    """The other rank's only row samples nothing, then goes on alone."""
     executor = prefiller(MOE, "dp=2,tp=2,ep=4")
     try:
-        ids = prompt(1, 37), prompt(2, 9)
-        rows = [asking(part(rank, rank, 0, own, 0, len(own)), own) for rank, own in enumerate(ids)]
-        found = dict(run(executor, *rows).prompts)
-        for rank, own in enumerate(ids):
-            check_prompt(MOE, own, found[rank])
+        asks, late = prompt(1, 37), prompt(3, 70)
+        rows = asking(part(0, 0, 0, asks, 0, 37, GREEDY), asks), part(1, 1, 0, late, 0, 64)
+        first = run(executor, *rows)
+        ((_, found),) = first.prompts
+        check_prompt(MOE, asks, found)
+        last = run(executor, part(1, 1, 0, late, 64, 70, GREEDY))
+        for ids, (sample,) in ((asks, first.samples), (late, last.samples)):
+            check(MOE, ids, sample)
     finally:
         executor.close()
 

@@ -135,22 +135,15 @@ class Hosts:
         """Removes all conditions."""
         self._tell({"from": None, "to": None})
 
-    def run(
-        self, host: int, command: Sequence[str], hosts_file: str | None = None, folder: Path = ROOT
-    ) -> Process:
-        """Starts a program on a host.
-
-        Args:
-            hosts_file: Text of its /etc/hosts, else a line for each host.
-            folder: Its working folder.
-        """
+    def run(self, host: int, command: Sequence[str]) -> Process:
+        """Starts a program on a host, which has a line for each host in its /etc/hosts."""
         names = self._folder / f"hosts.{next(_NUMBERS)}"
         lines = [f"{self.address(i)} {self.name(i)}" for i in range(len(self._taps))]
-        names.write_text(
-            hosts_file if hosts_file is not None else "\n".join(["127.0.0.1 localhost", *lines, ""])
-        )
+        names.write_text("\n".join(["127.0.0.1 localhost", *lines, ""]))
         log = self._folder / f"host{host}.{next(_NUMBERS)}.log"
         inside = f'hostname {self.name(host)}; mount --bind {names} /etc/hosts; exec "$@"'
+        ours = ("XLA_FLAGS", "PYTHONPATH")
+        environment = {name: value for name, value in os.environ.items() if name not in ours}
         with log.open("wb") as file:
             outer = subprocess.Popen(
                 [
@@ -158,15 +151,11 @@ class Hosts:
                     *("unshare", "--ipc", "--pid", "--uts", "--mount", "--fork"),
                     *("--kill-child", "--mount-proc", "sh", "-c", inside, "sh", *command),
                 ],
-                cwd=folder,
+                cwd=ROOT,
                 stdin=subprocess.DEVNULL,
                 stdout=file,
                 stderr=file,
-                env={
-                    name: value
-                    for name, value in os.environ.items()
-                    if name not in ("XLA_FLAGS", "PYTHONPATH")
-                },
+                env=environment,
             )
         process = Process(outer, log)
         self._processes.append(process)

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.hosts.hosts import missing
-from tests.hosts.lab import DEADLINE_SECONDS, START_SECONDS, Lab, Load, lab, wait_until
-from tests.hosts.newer_tree import newer_tree
+from tests.hosts.lab import DEADLINE_SECONDS, Lab, Load, lab
 from tests.lanes import first_ci
 
 pytestmark = [pytest.mark.skipif(bool(missing()), reason=missing())]
@@ -191,27 +190,4 @@ def test_processes_that_have_names_for_addresses_serve(tmp_path: Path) -> None:
     with lab(tmp_path, by_name=True) as cluster:
         load = Load(cluster.target, 2, DEADLINE_SECONDS)
         cluster.check_whole(load, time.monotonic())
-    assert not load.errors
-
-
-@pytest.mark.slow
-def test_an_update_of_one_process_after_the_other_costs_no_stream(tmp_path: Path) -> None:
-    """Updates to a version with longer messages and back again, in other orders, under load."""
-    newer = newer_tree(tmp_path / "newer")
-    with lab(tmp_path, routers=2) as cluster:
-        load = Load(cluster.target, 4, DEADLINE_SECONDS)
-        for tree, names in (
-            (newer, ("decode-0", "router-0", "prefill-0", "router-1")),
-            (cluster.tree, ("prefill-0", "router-0", "router-1", "decode-0")),
-        ):
-            cluster.tree = tree
-            for name in names:
-                drained(name)(cluster)
-                assert Path(f"/proc/{cluster.processes[name].pid}/cwd").resolve() == tree
-                began = time.monotonic()
-                wait_until(
-                    lambda began=began: load.ended_right_since(began), "serves", START_SECONDS
-                )
-        cluster.check_whole(load, time.monotonic())
-    print(f"update and back: {load.summary()}")
     assert not load.errors

@@ -159,7 +159,9 @@ def test_what_is_no_block_of_ours_is_a_miss_and_left_for_whoever_reads_it(
         patched.setattr(block_file, "VERSION", 2)
         assert disk.read(1).error == "version"
         disk.close()
-        assert opened().found.skipped == (("version", 1),)
+        other = opened()
+        assert other.found.skipped == (("version", 1),)
+        other.close()
     folder = path.parent
     (folder / ("ab" * 32 + ".kv")).mkdir()
     (folder / "notes.txt").write_text("mine")
