@@ -18,8 +18,8 @@ from tests.fakes.fake_executor import toy_limits
 @pytest.mark.parametrize(
     ("role", "chunks", "steps"),
     [
-        (MeshRole(True, False, emit=True), [(64, 0), (64, 192)], []),
-        pytest.param(MeshRole(False, True), [], [(1, 1), (2, 1), (2, 252)], marks=pytest.mark.slow),
+        (MeshRole(True, False, emit=True), [(64, 0), (64, 320)], []),
+        pytest.param(MeshRole(False, True), [], [(1, 1), (4, 1), (4, 380)], marks=pytest.mark.slow),
     ],
 )
 def test_a_warm_mesh_measures_its_programs_without_compiling(role, chunks, steps) -> None:

@@ -51,10 +51,9 @@ async def test_nothing_is_built_for_blocks_after_warm_up(prefill, decode, codec,
         result = await two.compute([(0, 0, 16, 100), (0, 16, 37, 200)], KEY, cut=split_blocks)
         for one in result.checksums:
             assert (await two.move(one.offer_id, 0, KEY)).intact
-        last, size = two.decode.limits.bands(16)[-1], max(tokens for _, tokens in shapes)
-        await two.decode.run(ExtractBlock(5, 77, 0, 1, 0, 40, size, INTO[:5], KEY))
-        extract = ExtractBlock(6, 78, 0, last.start, 0, 9, 16, INTO[:2], KEY, len(last))
-        await two.decode.run(extract)
+        for number, (band, tokens) in enumerate(shapes):
+            block = (band.start, 0, tokens - 7, tokens, INTO[:8], KEY, len(band))
+            await two.decode.run(ExtractBlock(5, 77 + number, 0, *block))
         assert (two.prefill.programs.compilations, two.decode.programs.compilations) == before
     finally:
         two.close()
