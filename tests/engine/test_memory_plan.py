@@ -79,6 +79,7 @@ def test_pages_are_what_is_left_beside_weights_activations_and_staging() -> None
     assert plan.weights == pytest.approx(2 * ONE_B.parameters, rel=0.01)
     assert plan.pages == instance.pages_per_rank * 128 * TOKEN  # type: ignore[operator]
     assert plan.total <= plan.memory.bytes < plan.total + 128 * TOKEN
+    assert plan.staged >= SMALL.chunk_tokens * TOKEN
     assert plan.context_tokens == 131_072 and plan.tokens_per_rank >= 131_072
     with pytest.raises(ConfigError, match="spread it over more devices"):
         fit(2, MIXED)
