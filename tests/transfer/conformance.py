@@ -182,7 +182,7 @@ def arrives(pull: Pull, case: Case, rank: int = 0, source_rank: int = 0) -> None
         np.testing.assert_array_equal(received[device], shard)
 
 
-def fails(pull: Pull, why: str) -> None:
+def fails(pull: Pull, why: str | None = None) -> None:
     with pytest.raises(HandoffError, match=why):
         finished(pull).arrays()
 

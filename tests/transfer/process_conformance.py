@@ -163,7 +163,7 @@ def fails_and_the_next_arrives(pair: Pair, spoil: Callable[[Any], KvMemory]) -> 
 
     pair.loopback.tamper = tamper
     pair.sender.offer(1, block.block, 0)
-    fails(pair.ends.pull(1, block), "")
+    fails(pair.ends.pull(1, block))
     assert spoilt
     settled(lambda: pair.receiver.under_way() == 0)
     arrives(pair.ends.pull(1, block), block)
