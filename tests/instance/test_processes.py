@@ -26,10 +26,11 @@ pytestmark = pytest.mark.ci
 ROOT = Path(__file__).resolve().parents[2]
 LLAMA, MOE = (str(ROOT / "models" / "tiny" / name) for name in ("llama", "qwen3_moe"))
 SECONDS = time_scale.seconds(300)
+FLAGS = "--xla_backend_optimization_level=0"  # as in this process
 
 
 def start(task: Task, log: Path) -> subprocess.Popen[bytes]:
-    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": FLAGS}
     command = [sys.executable, "-m", "tests.instance.member", json.dumps(dataclasses.asdict(task))]
     with log.open("wb") as output:
         return subprocess.Popen(
