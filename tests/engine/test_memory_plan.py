@@ -2,6 +2,8 @@
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import jax
 import pytest
@@ -173,26 +175,22 @@ def test_the_vision_encoder_and_kept_images_are_counted(name: str) -> None:
         assert ("encoded images" in str(plan)) == bool(kept)
 
 
-class Accelerator:
-    """Stands in for a JAX device: its platform, and what it reports of its memory."""
-
-    def __init__(self, platform: str, stats: dict[str, int] | None) -> None:
-        self.platform, self.device_kind, self.stats = platform, f"{platform} kind", stats
-
-    def memory_stats(self) -> dict[str, int] | None:
-        return self.stats
+def device(platform: str, stats: dict[str, int] | None) -> Any:
+    """Stands in for a JAX device."""
+    kind = f"{platform} kind"
+    return SimpleNamespace(platform=platform, device_kind=kind, memory_stats=lambda: stats)
 
 
 def test_an_accelerators_memory_is_its_own_or_an_error() -> None:
     whole = {"bytes_limit": 32_000_000_000}
-    tpu, gpu = Accelerator("tpu", whole), Accelerator("gpu", whole)
-    assert device_memory([tpu], None).bytes == 28_800_000_000  # type: ignore[list-item]
-    assert device_memory([tpu], 0.5).bytes == 16_000_000_000  # type: ignore[list-item]
+    tpu, gpu = device("tpu", whole), device("gpu", whole)
+    assert device_memory([tpu], None).bytes == 28_800_000_000
+    assert device_memory([tpu], 0.5).bytes == 16_000_000_000
     # XLA's limit on a GPU contains the fraction
-    assert device_memory([gpu], 0.5).bytes == 32_000_000_000  # type: ignore[list-item]
+    assert device_memory([gpu], 0.5).bytes == 32_000_000_000
     for stats in (None, {}, {"bytes_in_use": 5}):
         with pytest.raises(ConfigError, match="the memory of a tpu kind must be known"):
-            device_memory([tpu, Accelerator("tpu", stats)], None)  # type: ignore[list-item]
+            device_memory([tpu, device("tpu", stats)], None)
 
 
 def test_heads_of_64_take_twice_their_bytes_in_pages_of_128_lanes() -> None:

@@ -34,6 +34,7 @@ from jdisagg.transfer.channel import (
 )
 from jdisagg.transfer.codec import codec, stamp_array
 from jdisagg.transfer.pieces import OfferedBlock, PlannedPiece, RequestedPieces
+from tests.fakes.manual_clock import ManualClock
 
 COMPONENTS, TOKENS, HEAD_SIZE = 2, 4, 2
 LONG_SECONDS = 1000.0
@@ -46,19 +47,6 @@ PAIRS = [
     ("tp=2", "tp=3", 6, "bfloat16"),
     ("tp=1", "dp=2,tp=2", 6, "float32"),
 ]
-
-
-class ManualClock:
-    """Stands still until told."""
-
-    def __init__(self) -> None:
-        self.seconds = 0.0
-
-    def now(self) -> float:
-        return self.seconds
-
-    async def sleep(self, seconds: float) -> None:
-        raise NotImplementedError
 
 
 @dataclass(frozen=True)

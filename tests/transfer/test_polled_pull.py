@@ -6,7 +6,7 @@ import pytest
 
 from jdisagg.errors import HandoffError
 from jdisagg.transfer.polled_pull import PolledPull
-from tests.transfer.conformance import ManualClock
+from tests.fakes.manual_clock import ManualClock
 
 
 def test_what_arrived_is_not_replaced_by_a_later_delivery() -> None:
