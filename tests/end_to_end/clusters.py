@@ -8,16 +8,19 @@ import asyncio
 import shutil
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from functools import lru_cache, partial
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 
-from jdisagg.config import EngineConfig, InstanceConfig, LimitsConfig, Mode, ModelConfig
+from jdisagg.config import EngineConfig
 from jdisagg.engine.embedded import EmbeddedCluster
 from jdisagg.engine.limits import GRANULE_TOKENS
+from jdisagg.executor.mesh_executor import MeshExecutor
 from jdisagg.grammar.compiler import GrammarCompiler
 from jdisagg.layout.axes import Layout
 from jdisagg.messages.step_commands import StepCommand
@@ -29,10 +32,13 @@ from models.checkpoint import load_model
 from models.tokenizer import Tokenizer
 from tests.fakes.cluster import Collected
 from tests.golden.arrays import arrays_of
-
-TINY = Path(__file__).resolve().parents[2] / "models" / "tiny"
-GOLDEN = Path(__file__).resolve().parents[1] / "golden"
-LLAMA, MOE = TINY / "llama", TINY / "qwen3_moe"
+from tests.shapes import GOLDEN as GOLDEN  # re-exported
+from tests.shapes import LLAMA as LLAMA
+from tests.shapes import MOE as MOE
+from tests.shapes import PATIENT as PATIENT
+from tests.shapes import TINY as TINY
+from tests.shapes import config as config
+from tests.shapes import share_programs
 
 
 def golden_copy(name: str, folder: Path) -> Path:
@@ -47,59 +53,6 @@ def golden_greedy(directory: Path) -> tuple[list[int], list[int]]:
     """A prompt and the greedy tokens that transformers gives next."""
     found = arrays_of(directory / "expected.npz")
     return found["prompt"].tolist(), found["greedy"].tolist()
-
-
-# Without warm-up the first use of a program compiles it, which on a busy machine takes longer than
-# the default limits of a transfer and of a step.
-PATIENT = LimitsConfig(
-    pull_seconds=60.0,
-    handoff_lease_seconds=60.0,
-    reservation_lease_seconds=60.0,
-    step_seconds=600.0,
-)
-
-
-def config(
-    mode: Mode = Mode.DISAGGREGATED,
-    prefill: str = "tp=2",
-    decode: str = "dp=2",
-    *,
-    directory: Path = LLAMA,
-    prefill_page: int = 16,
-    decode_page: int = 16,
-    chunk: int = 64,
-    slots: int = 8,
-    pages: int | None = None,
-    dtype: str = "float32",
-    context: int = 512,
-    warm_up: bool = False,
-    limits: LimitsConfig | None = None,
-    growth: int = 64,
-    steps: int = 1,
-    block_bytes: int | None = None,
-    layer_groups: int | None = 2,
-    speculate: str = "off",
-) -> EngineConfig:
-    common = InstanceConfig(
-        chunk_tokens=chunk,
-        min_chunk_tokens=min(chunk, 64),
-        slots_per_rank=slots,
-        layer_groups=layer_groups,
-        block_bytes=block_bytes,
-        growth_tokens=growth,
-        steps_per_dispatch=steps,
-        speculate=speculate,
-    )
-    return EngineConfig(
-        model=ModelConfig(str(directory), dtype, context),
-        mode=mode,
-        prefill=replace(common, layout=Layout.parse(prefill), page_size=prefill_page),
-        decode=replace(
-            common, layout=Layout.parse(decode), page_size=decode_page, pages_per_rank=pages
-        ),
-        limits=limits or (LimitsConfig() if warm_up else PATIENT),
-        warm_up=warm_up,
-    )
 
 
 @dataclass
@@ -124,9 +77,7 @@ class Running:
         return list(await asyncio.gather(*(self.complete(request) for request in requests)))
 
     async def complete_preempted(
-        self,
-        requests: Sequence[Request],
-        enough: Callable[[], bool] = lambda: True,
+        self, requests: Sequence[Request], enough: Callable[[], bool] = lambda: True
     ) -> tuple[list[Collected], int]:
         """Runs all at once until sequences were preempted and `enough` holds: while programs
         compile, or on a busy machine, too few may run together. Returns the last round and the
@@ -186,10 +137,17 @@ async def check_bytes(
 
 @asynccontextmanager
 async def running(
-    engine: EngineConfig, *, first_device: int = 0, kind: type[EmbeddedCluster] = EmbeddedCluster
+    engine: EngineConfig,
+    *,
+    first_device: int = 0,
+    kind: type[EmbeddedCluster] = EmbeddedCluster,
+    own_programs: bool = False,
 ) -> AsyncIterator[Running]:
-    """A started cluster. On leaving, every page must be free again and no offer be left (rule
-    6)."""
+    """A started cluster. On leaving, every page must be free again and no offer be left (rule 6).
+
+    Args:
+        own_programs: For tests that replace what programs are made of.
+    """
     tokenizer = Tokenizer.from_directory(engine.model.directory)
 
     model, recording = engine.model, Recording()
@@ -205,6 +163,9 @@ async def running(
             return inner(command)
 
         replica.executor.run = run  # type: ignore[method-assign]
+    for mesh in () if engine.warm_up or own_programs else cluster._meshes:
+        assert isinstance(mesh, MeshExecutor)
+        share_programs(mesh)
     grammars = grammar_compiler(engine.model.directory)
     cluster.constrain(grammars)
     cluster.read_weights_with(load)
@@ -231,17 +192,39 @@ async def assert_all_free(cluster: EmbeddedCluster) -> None:
     )
 
 
-def dense_greedy(directory: Path, prompt: Sequence[int], count: int) -> list[int]:
-    """Greedy tokens by a dense forward pass over the whole sequence, once a token, padded to one
-    length."""
-    model = load_model(directory, Layout(), jax.devices()[-1:]).model
-    length = -(-(len(prompt) + count) // 64) * 64
-    forward = jax.jit(
-        lambda tokens: model(tokens, jnp.arange(length, dtype=jnp.int32), dense_causal_attend)
-    )
-    tokens = list(prompt)
-    for _ in range(count):
-        padded = np.zeros(length, np.int32)
-        padded[: len(tokens)] = tokens
-        tokens.append(int(np.argmax(np.asarray(forward(padded))[len(tokens) - 1])))
+@partial(jax.jit, static_argnums=0)
+def _most_likely(graphdef: nnx.GraphDef, weights: nnx.State, tokens_T: jax.Array) -> jax.Array:
+    """The most likely next token after each one. Weights are arguments, so that all checkpoints of
+    one form share a program."""
+    model = nnx.merge(graphdef, weights)
+    places = jnp.arange(len(tokens_T), dtype=jnp.int32)
+    return jnp.argmax(model(tokens_T, places, dense_causal_attend), axis=-1)
+
+
+@lru_cache(maxsize=4)
+def _dense_model(directory: Path, changed_at: int) -> tuple[nnx.GraphDef, nnx.State]:
+    return nnx.split(load_model(directory, Layout(), jax.devices()[-1:]).model)
+
+
+def dense_greedy(
+    directory: Path, prompt: Sequence[int], count: int, draft: Sequence[int] = ()
+) -> list[int]:
+    """Greedy tokens by a dense forward pass over the whole sequence.
+
+    Args:
+        draft: What the tokens are said to be. All that are right take one pass together; without a
+            draft each token takes one.
+    """
+    model = _dense_model(directory, (directory / "model.safetensors").stat().st_mtime_ns)
+    end = len(prompt) + count
+    tokens, drafted = list(prompt), [*prompt, *draft[:count]]
+    while len(tokens) < end:
+        padded = np.zeros(-(-end // 128) * 128, np.int32)
+        padded[: len(drafted)] = drafted
+        following = np.asarray(_most_likely(*model, padded))
+        while len(tokens) < end:
+            tokens.append(int(following[len(tokens) - 1]))
+            if len(tokens) > len(drafted) or tokens[-1] != drafted[len(tokens) - 1]:
+                drafted = list(tokens)
+                break
     return tokens[len(prompt) :]

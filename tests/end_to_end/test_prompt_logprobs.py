@@ -8,8 +8,7 @@ from jdisagg.config import Mode, ServiceConfig
 from jdisagg.prompt_logprobs import PromptLogprobs
 from tests.end_to_end.clusters import LLAMA, config, running
 from tests.end_to_end.doors import served
-from tests.executor.test_prefill_rows import dense
-from tests.executor.test_prompt_logprobs import NEAR, TOP, check_prompt
+from tests.executor.prompts import NEAR, TOP, check_prompt, dense
 from tests.service.doors import FakePath
 from tests.service.http_doors import HttpDoor
 

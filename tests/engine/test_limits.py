@@ -10,17 +10,13 @@ from jdisagg.engine.limits import groups_of_layers, hands_windows_apart, mesh_li
 from jdisagg.errors import ConfigError
 from jdisagg.layout.axes import Layout
 from jdisagg.layout.kv_spec import KVComponent, KVLayer, KVSpec
-from jdisagg.messages.worker_status import WorkerRole
-from jdisagg.node.recipes import worker_config
-from tests.launch.test_recipes import TWO
 
 LLAMA_8B = KVSpec.attention(32, 8, 128, "bfloat16")
 TINY = KVSpec.attention(4, 2, 16, "float32")
 
 
-@pytest.mark.parametrize(
-    ("spec", "asked", "groups"),
-    [
+def test_deep_models_get_many_groups_and_small_ones_few() -> None:
+    for spec, asked, groups in (
         (LLAMA_8B, None, 16),
         (KVSpec.attention(94, 4, 128, "bfloat16"), None, 23),
         (KVSpec.attention(2, 64, 256, "float32"), None, 2),
@@ -28,12 +24,8 @@ TINY = KVSpec.attention(4, 2, 16, "float32")
         (TINY, 3, 3),
         (TINY, 9, 4),
         (LLAMA_8B, 2, 2),
-    ],
-)
-def test_deep_models_get_many_groups_and_small_ones_few(
-    spec: KVSpec, asked: int | None, groups: int
-) -> None:
-    assert groups_of_layers(spec, asked) == groups
+    ):
+        assert groups_of_layers(spec, asked) == groups, (spec, asked)
 
 
 def test_pages_smaller_than_a_tile_are_refused_on_a_tpu() -> None:
@@ -48,55 +40,30 @@ def test_pages_smaller_than_a_tile_are_refused_on_a_tpu() -> None:
 def test_both_sides_choose_alike_whatever_else_differs() -> None:
     one = InstanceConfig(Layout(tp=2), page_size=64, chunk_tokens=4096)
     other = InstanceConfig(Layout(dp=4), page_size=16, chunk_tokens=256)
-    assert (
-        len(
-            {
-                mesh_limits(config, Mode.DISAGGREGATED, LLAMA_8B, 8192, None).layer_groups
-                for config in (one, other)
-            }
-        )
-        == 1
-    )
+    how = (Mode.DISAGGREGATED, LLAMA_8B, 8192, None)
+    assert len({mesh_limits(config, *how).layer_groups for config in (one, other)}) == 1
 
 
-@pytest.mark.parametrize(
-    ("groups", "asked", "block_bytes"),
-    [(None, None, 4 << 20), (8, None, 0), (None, 0, 0), (8, 1 << 20, 1 << 20), (1, None, 0)],
-)
-def test_short_prompts_leave_in_blocks_of_four_mebibytes_unless_groups_were_asked_for(
-    groups, asked, block_bytes
-) -> None:
-    limits = mesh_limits(
-        InstanceConfig(block_bytes=asked), Mode.DISAGGREGATED, LLAMA_8B, 8192, groups
-    )
-    assert limits.block_bytes == block_bytes
-    assert len(limits.bands(16)) == (
-        1
-        if block_bytes == 4 << 20
-        else min(limits.layer_groups, 2)
-        if block_bytes
-        else limits.layer_groups
-    )
-
-
-def test_block_bytes_are_not_negative() -> None:
+def test_short_prompts_leave_in_blocks_of_four_mebibytes_unless_groups_were_asked_for() -> None:
+    for groups, asked, block_bytes, bands in (
+        (None, None, 4 << 20, 1),
+        (8, None, 0, 8),
+        (None, 0, 0, 16),
+        (8, 1 << 20, 1 << 20, 2),
+        (1, None, 0, 1),
+    ):
+        config = InstanceConfig(block_bytes=asked)
+        limits = mesh_limits(config, Mode.DISAGGREGATED, LLAMA_8B, 8192, groups)
+        assert (limits.block_bytes, len(limits.bands(16))) == (block_bytes, bands), (groups, asked)
     with pytest.raises(ConfigError, match="block_bytes must not be negative, got -1"):
         InstanceConfig(block_bytes=-1)
 
 
-def test_a_number_that_the_prefill_side_of_a_recipe_names_goes_to_both_sides() -> None:
-    named = replace(TWO, prefill=replace(TWO.prefill, layer_groups=7, block_bytes=9))
-    for config, cut in ((named, (7, 9)), (TWO, (None, None))):
-        for role in (WorkerRole.PREFILL, WorkerRole.DECODE):
-            made = worker_config(config, role).instance
-            assert (made.layer_groups, made.block_bytes) == cut
-
-
-@pytest.mark.parametrize(("smallest", "largest"), [(8, 512), (24, 512), (20, 80), (64, 72)])
-def test_chunks_hold_whole_granules(smallest: int, largest: int) -> None:
-    wrong = InstanceConfig(chunk_tokens=largest, min_chunk_tokens=smallest)
-    with pytest.raises(ConfigError, match=r"chunk_tokens=\d+ must be a multiple of 16"):
-        mesh_limits(wrong, Mode.DISAGGREGATED, TINY, 512, None)
+def test_chunks_hold_whole_granules() -> None:
+    for smallest, largest in ((8, 512), (24, 512), (20, 80), (64, 72)):
+        wrong = InstanceConfig(chunk_tokens=largest, min_chunk_tokens=smallest)
+        with pytest.raises(ConfigError, match=r"chunk_tokens=\d+ must be a multiple of 16"):
+            mesh_limits(wrong, Mode.DISAGGREGATED, TINY, 512, None)
 
 
 def test_sizes_are_few_whatever_a_deployment_sets() -> None:
@@ -125,8 +92,8 @@ def test_a_mesh_that_appends_has_small_chunks_of_its_own_beside_those_of_hand_of
     assert mesh_limits(config, *how, append_tokens=48).append_buckets == (48,)
 
 
-@pytest.mark.parametrize("window", [1, 2, 7, 8, 9, 128])
-@pytest.mark.parametrize("page_size", [1, 4, 8, 16])
+@pytest.mark.parametrize("window", [1, 7, 8, 9, 128])
+@pytest.mark.parametrize("page_size", [1, 8])
 def test_a_ring_holds_window_and_page_and_never_writes_over_what_is_seen(
     window: int, page_size: int
 ) -> None:

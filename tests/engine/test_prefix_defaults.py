@@ -29,32 +29,25 @@ def free(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prefix_defaults, "free_host_memory", lambda: 100 * GIB)
 
 
-def test_everything_but_the_disk_is_on() -> None:
+def test_everything_but_the_disk_is_on_and_what_the_user_sets_stays() -> None:
     made = with_defaults(OPEN, BOTH, host_bytes=3 * GIB)
-    assert (made.reuse, made.host_gib, made.peer_fetch, made.append_tokens) == (
-        True,
-        3.0,
-        True,
-        APPEND_TOKENS,
-    )
-
-
-def test_what_the_user_sets_stays() -> None:
+    assert (made.reuse, made.host_gib, made.peer_fetch) == (True, 3.0, True)
+    assert made.append_tokens == APPEND_TOKENS
     given = PrefixConfig(reuse=True, host_gib=0.0, peer_fetch=False, append_tokens=0)
     assert with_defaults(given, BOTH, host_bytes=GIB) == given
     off = with_defaults(PrefixConfig(reuse=False), BOTH, host_bytes=GIB)
     assert (off.reuse, off.peer_fetch, off.append_tokens) == (False, False, 0)
 
 
-@pytest.mark.parametrize(
-    ("prefix", "mode", "priced"),
-    [(OPEN, Mode.CHUNKED, True), (OPEN, BOTH, False), (PrefixConfig(grid_tokens=512), BOTH, True)],
-)
-def test_decode_workers_append_only_beside_prefill_workers_with_prices_and_without_a_grid(
-    prefix: PrefixConfig, mode: Mode, priced: bool
-) -> None:
-    made = with_defaults(prefix, mode, priced=priced)
-    assert made.reuse and made.append_tokens == 0
+def test_decode_workers_append_only_beside_prefill_workers_with_prices_and_without_a_grid() -> None:
+    grid = PrefixConfig(grid_tokens=512)
+    for prefix, mode, priced in (
+        (OPEN, Mode.CHUNKED, True),
+        (OPEN, BOTH, False),
+        (grid, BOTH, True),
+    ):
+        made = with_defaults(prefix, mode, priced=priced)
+        assert made.reuse and made.append_tokens == 0, (prefix, mode, priced)
 
 
 def test_a_share_of_the_free_memory_is_divided_among_the_workers_of_a_host() -> None:
@@ -82,17 +75,15 @@ def test_without_measured_or_given_prices_nothing_is_appended() -> None:
     assert engine_defaults(priced).prefix.append_tokens == APPEND_TOKENS
 
 
-@pytest.mark.parametrize("asked", ["auto", "ngram", "mtp"])
-def test_where_repeated_requests_have_the_same_bits_nothing_is_drafted_unless_asked(
-    asked: str,
-) -> None:
-    side, grid = InstanceConfig(speculate=asked), PrefixConfig(grid_tokens=512)
-    drafts = "off" if asked == "auto" else asked
-    engine = engine_defaults(EngineConfig(prefill=side, decode=side, prefix=grid))
-    assert (engine.prefill.speculate, engine.decode.speculate) == (drafts, drafts)
-    worker = worker_defaults(WorkerConfig(instance=side, prefix=grid), WorkerRole.DECODE, 1, 1)
-    assert worker.instance.speculate == drafts
-    assert engine_defaults(EngineConfig(decode=side)).decode.speculate == asked
+def test_where_repeated_requests_have_the_same_bits_nothing_is_drafted_unless_asked() -> None:
+    grid = PrefixConfig(grid_tokens=512)
+    for asked, drafts in (("auto", "off"), ("ngram", "ngram"), ("mtp", "mtp")):
+        side = InstanceConfig(speculate=asked)
+        engine = engine_defaults(EngineConfig(prefill=side, decode=side, prefix=grid))
+        assert (engine.prefill.speculate, engine.decode.speculate) == (drafts, drafts)
+        worker = worker_defaults(WorkerConfig(instance=side, prefix=grid), WorkerRole.DECODE, 1, 1)
+        assert worker.instance.speculate == drafts
+        assert engine_defaults(EngineConfig(decode=side)).decode.speculate == asked
 
 
 def test_defaults_that_take_device_memory_are_left_out_where_they_do_not_fit() -> None:

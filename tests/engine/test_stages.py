@@ -20,13 +20,9 @@ SPEC = KVSpec.attention(80, 8, 128, "bfloat16")
 TWO = InstanceConfig(layout=Layout(pp=2, tp=2))
 
 
-def test_without_stages_the_number_of_layer_groups_is_derived_from_the_model() -> None:
-    assert asked_groups(None, 1, 1) is None
-    assert asked_groups(7, 2, 3) == 7
-
-
 @pytest.mark.parametrize("pps", [(2, 1), (1, 4), (2, 3), (4, 3)])
 def test_stages_of_both_sides_are_equally_long_where_the_layers_allow(pps: tuple[int, int]) -> None:
+    assert asked_groups(None, 1, 1) is None and asked_groups(7, *pps) == 7
     groups = asked_groups(None, *pps)
     for pp in pps:
         runs = stage_cut(pp, groups)(SPEC)
@@ -50,26 +46,18 @@ def test_a_stage_cannot_have_less_than_a_layer_group_nor_a_block_two_stages() ->
         mesh_limits(merged, Mode.DISAGGREGATED, SPEC, 4096, 4)
 
 
-@pytest.mark.parametrize(
-    ("instance", "facts", "message"),
-    [
+def test_what_stages_do_not_support_is_refused_with_reason_and_remedy() -> None:
+    for instance, facts, message in (
         (TWO, {"state": True}, "recurrent state.*use pp=1"),
         (TWO, {"windows_apart": True}, "sliding window.*mode=chunked"),
         (replace(TWO, speculate="mtp"), {"drafts": True}, "drafts tokens.*ngram or off"),
-    ],
-)
-def test_what_stages_do_not_support_is_refused_with_reason_and_remedy(
-    instance: InstanceConfig, facts: dict[str, int], message: str
-) -> None:
-    known = {"state": False, "windows_apart": False, "drafts": False} | facts
-    with pytest.raises(ConfigError, match=f"layout dp=1,tp=2,ep=1,pp=2: .*{message}"):
-        check_stages(instance, **known)  # type: ignore[arg-type]
-    check_stages(replace(instance, layout=Layout()), **known)  # type: ignore[arg-type]
-
-
-def test_drafts_from_the_own_tokens_need_no_layer_behind_the_last_stage() -> None:
-    ngram = replace(TWO, speculate="ngram")
-    check_stages(ngram, state=False, windows_apart=False, drafts=True)
+    ):
+        known = {"state": False, "windows_apart": False, "drafts": False} | facts
+        with pytest.raises(ConfigError, match=f"layout dp=1,tp=2,ep=1,pp=2: .*{message}"):
+            check_stages(instance, **known)
+        check_stages(replace(instance, layout=Layout()), **known)
+    # drafts from the own tokens need no layer behind the last stage
+    check_stages(replace(TWO, speculate="ngram"), state=False, windows_apart=False, drafts=True)
 
 
 def test_the_plan_of_a_device_is_that_of_the_longest_stage_with_all_of_embedding_and_head() -> None:

@@ -4,12 +4,13 @@ commanded by hand."""
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
+from typing import Any
 
 import jax
 import numpy as np
 
 from jdisagg.clock import MonotonicClock
-from jdisagg.config import NO_PREFIX, InstanceConfig, Mode, PrefixConfig
+from jdisagg.config import NO_PREFIX, Mode, PrefixConfig
 from jdisagg.engine.replica import build_replica
 from jdisagg.executor.mesh_executor import MeshExecutor, MeshRole
 from jdisagg.layout.axes import Layout
@@ -28,13 +29,25 @@ from jdisagg.messages.step_commands import (
 )
 from jdisagg.request import SamplingParams
 from jdisagg.scheduler.blocks import padded
-from jdisagg.transfer.channel import BlockStamp, Offered, Pull, PullTarget
+from jdisagg.transfer.channel import BlockStamp, Pull, PullTarget
 from jdisagg.transfer.in_process import InProcessChannel
 from models.checkpoint import load_model
-from tests.end_to_end.clusters import LLAMA
+from tests.shapes import (
+    CHUNK,
+    CONTEXT,
+    DECODE,
+    DECODE_PAGE,
+    LAYER_GROUPS,
+    LLAMA,
+    PREFILL,
+    PREFILL_PAGE,
+    instance,
+)
 
 Damage = Callable[[tuple[jax.Array, ...]], tuple[jax.Array, ...]]
 PEER = "prefill-0#1"
+PAGES = 24  # of a rank
+INTO = tuple(range(3, PAGES))[::-1]  # the pages of a decode mesh that blocks go into
 
 
 class HandChannel:
@@ -66,17 +79,8 @@ class HandChannel:
         pull = self.inner.pull(offer_id, target, deadline_seconds)
         return _Damaged(pull, self.damage) if self.damage else pull  # type: ignore[return-value]
 
-    def release(self, offer_id: int) -> None:
-        self.inner.release(offer_id)
-
-    def revoke(self, offer_id: int, reason: str) -> None:
-        self.inner.revoke(offer_id, reason)
-
-    def offered(self) -> Offered:
-        return self.inner.offered()
-
-    def bytes_per_pair(self) -> dict[tuple[int, int], int]:
-        return self.inner.bytes_per_pair()
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
 
 
 class _Damaged:
@@ -107,31 +111,22 @@ def executor(
     name: str,
     layout: str,
     role: MeshRole,
-    channel: HandChannel,
-    first_device: int,
+    channel: HandChannel | None = None,
+    first_device: int = 0,
     *,
-    page: int,
-    dtype: str,
+    page: int = PREFILL_PAGE,
+    dtype: str = "float32",
     few_tokens: int = 0,
     prefix: PrefixConfig = NO_PREFIX,
 ) -> MeshExecutor:
     shape = Layout.parse(layout)
-    loaded = load_model(
-        str(LLAMA), shape, jax.devices()[first_device : first_device + shape.devices], dtype=dtype
-    )
-    config = InstanceConfig(
-        layout=shape,
-        page_size=page,
-        pages_per_rank=24,
-        slots_per_rank=2,
-        chunk_tokens=128,
-        layer_groups=2,
-    )
+    devices = jax.devices()[first_device : first_device + shape.devices]
+    loaded = load_model(str(LLAMA), shape, devices, dtype=dtype)
+    config = instance(layout, page_size=page, pages_per_rank=PAGES)
     if few_tokens:
         config = replace(config, block_bytes=few_tokens * loaded.model.kv_spec.bytes_per_token)
-    mode = Mode.DISAGGREGATED
-    made = build_replica(name, config, mode, loaded, role, channel, 256, 2, prefix=prefix)
-    return made.executor
+    how = (Mode.DISAGGREGATED, loaded, role, channel or HandChannel(), CONTEXT, LAYER_GROUPS)
+    return build_replica(name, config, *how, prefix=prefix).executor
 
 
 Cuts = Callable[[int, int], Iterable[tuple[int, int, int]]]
@@ -152,32 +147,42 @@ class Pair:
 
     def __init__(
         self,
-        prefill: str,
-        decode: str,
+        prefill: str = PREFILL,
+        decode: str = DECODE,
         *,
-        pages: tuple[int, int] = (16, 8),
+        pages: tuple[int, int] = (PREFILL_PAGE, DECODE_PAGE),
         dtype: str = "float32",
         first_device: int = 4,
         codec: str = "none",
         connect: bool = True,
         few_tokens: int = 0,
     ) -> None:
-        self.channel = HandChannel()
-        roles, how = (
-            (MeshRole(True, False, emit=True), MeshRole(False, True, codec=codec)),
-            {"dtype": dtype, "few_tokens": few_tokens},
-        )
-        self.prefill = executor("p", prefill, roles[0], self.channel, 0, page=pages[0], **how)  # type: ignore[arg-type]
-        self.decode = executor(
-            "d", decode, roles[1], self.channel, first_device, page=pages[1], **how
-        )  # type: ignore[arg-type]
+        self.channel, self.codec = HandChannel(), codec
         self.specs: dict[int, OfferSpec] = {}
-        self.codec = codec
+        roles = MeshRole(True, False, emit=True), MeshRole(False, True, codec=codec)
+        self.prefill, self.decode = (
+            executor(
+                *("p", layout, role, self.channel, first),
+                page=page,
+                dtype=dtype,
+                few_tokens=few_tokens,
+            )
+            for layout, role, first, page in zip(
+                (prefill, decode), roles, (0, first_device), pages, strict=True
+            )
+        )
         if connect:
             self.connect()
 
     def connect(self) -> None:
         self.decode.issue_and_wait(ConnectPeer(0, PEER, self.prefill.card))
+
+    def forget(self) -> None:
+        """Offers may have the ids of earlier tests."""
+        self.channel.inner = InProcessChannel(MonotonicClock())
+        self.channel.damage = None
+        self.channel.offers.clear()
+        self.specs.clear()
 
     def close(self) -> None:
         self.prefill.close()
@@ -188,7 +193,7 @@ class Pair:
         rows: list[tuple[int, int, int, int]],
         key: int,
         *,
-        chunk: int = 128,
+        chunk: int = CHUNK,
         past: int = 0,
         cut: Cuts = doubling,
     ) -> PrefillResult:
@@ -208,9 +213,8 @@ class Pair:
             first_page = 8 * sequence
             pages = tuple(range(first_page, first_page + -(-(past + tokens) // limits.page_size)))
             sample = (SampleSpec(0, SamplingParams(temperature=0.0)),) if tokens % 2 else ()
-            commands.append(
-                PrefillRow(sequence, rank, offset, ids, past, pages, sample, tuple(offers))
-            )
+            row = PrefillRow(sequence, rank, offset, ids, past, pages, sample, tuple(offers))
+            commands.append(row)
             assert padded(tokens, 16) + offset <= chunk
         result = await self.prefill.run(PrefillChunk(1, chunk, tuple(commands), key))
         assert isinstance(result, PrefillResult)
@@ -228,17 +232,14 @@ class Pair:
     async def move(
         self, offer_id: int, rank: int, key: int, *, start: int | None = None
     ) -> InsertResult:
-        """Pulls an offer to a rank of the decode mesh, into pages 3.. of it (in descending order),
-        and inserts it."""
+        """Pulls an offer to a rank of the decode mesh, into its pages `INTO`, and inserts it."""
         _, _, stamp = self.channel.offers[offer_id]
         at = stamp.start if start is None else start
         asked = self._pull_command(offer_id, rank)
         pull = await self.decode.run(asked)
         assert isinstance(pull, PullResult)
         assert not pull.error
-        pages = tuple(range(3, 24))[::-1][
-            : -(-(at + stamp.valid_tokens) // self.decode.limits.page_size)
-        ]
+        pages = INTO[: -(-(at + stamp.valid_tokens) // self.decode.limits.page_size)]
         what = (asked.group, asked.block_tokens, stamp.valid_tokens, at, pages)
         command = InsertBlock(3, offer_id, rank, *what, key, PEER, self.codec, asked.groups)
         result = await self.decode.run(command)
@@ -247,14 +248,5 @@ class Pair:
 
     def _pull_command(self, offer_id: int, rank: int) -> PullBlock:
         spec = self.specs[offer_id]
-        return PullBlock(
-            2,
-            offer_id,
-            rank,
-            spec.group,
-            spec.block_tokens,
-            10.0,
-            PEER,
-            self.codec,
-            groups=spec.groups,
-        )
+        what = (offer_id, rank, spec.group, spec.block_tokens, 10.0)
+        return PullBlock(2, *what, PEER, self.codec, groups=spec.groups)

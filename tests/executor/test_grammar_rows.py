@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import jax.numpy as jnp
 import numpy as np
-import pytest
 
 from jdisagg.executor.draft_rows import DraftPlan, Guess, Guesses
 from jdisagg.executor.grammar_rows import GrammarRows, pays
@@ -120,14 +119,12 @@ def test_a_slot_that_rests_for_a_step_goes_on_with_its_run() -> None:
     assert step(rows, (0, 1))[0] == ["orced w", "rds"]
 
 
-@pytest.mark.parametrize(
-    "params", [SamplingParams(logprobs=0), SamplingParams(repetition_penalty=1.1)]
-)
-def test_rows_with_penalties_and_log_probabilities_take_runs(params: SamplingParams) -> None:
-    rows = rows_of(admit(0, params=params))
-    taken = [step(rows, (0,)) for _ in range(4)]
-    assert [run for run, _ in taken] == [[""], ["orced w"], ["rds"], [""]]
-    assert "".join(text for _, (text,) in taken) == "forced words0" + STOP
+def test_rows_with_penalties_and_log_probabilities_take_runs() -> None:
+    for params in (SamplingParams(logprobs=0), SamplingParams(repetition_penalty=1.1)):
+        rows = rows_of(admit(0, params=params))
+        taken = [step(rows, (0,)) for _ in range(4)]
+        assert [run for run, _ in taken] == [[""], ["orced w"], ["rds"], [""]]
+        assert "".join(text for _, (text,) in taken) == "forced words0" + STOP
 
 
 def test_another_sequence_in_the_slot_begins_without_a_run() -> None:
@@ -157,7 +154,7 @@ def test_predicted_drafts_are_those_after_the_position_where_the_slot_really_is(
     rows = rows_of(admit(0, grammar=FREE))
     assert step(rows, (0,), guesses=guess("aba-aaaa", count=3))[1] == ["aa"]
     # planned before it was known that only two of four tokens came
-    drafts, masks = rows.runs(((0,),), 7, guess("aba-aaaaaaaa", count=3)), None
+    drafts = rows.runs(((0,),), 7, guess("aba-aaaaaaaa", count=3))
     plan = DraftPlan.of(drafts, 1, 1, 7, LONGEST_RUN)
     masks = rows.masks(((0,),), 8, plan)[0]
     allowed = np.unpackbits(masks.view(np.uint8), axis=1, bitorder="little")[:, :VOCABULARY]

@@ -1,9 +1,6 @@
 """A prefill's last layer is computed for the rows that sample alone, and their logits are those of
 a dense pass."""
 
-from collections.abc import Callable
-from functools import cache
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -11,131 +8,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jdisagg.clock import MonotonicClock
-from jdisagg.config import InstanceConfig, Mode
-from jdisagg.engine.replica import build_replica
-from jdisagg.executor.mesh_executor import MeshExecutor, MeshRole
 from jdisagg.executor.prefill_program import ChunkForm
 from jdisagg.layout.axes import Layout
-from jdisagg.messages.step_commands import (
-    PrefillChunk,
-    PrefillResult,
-    PrefillRow,
-    SampledToken,
-    SampleSpec,
-)
 from jdisagg.model_api import Shards
 from jdisagg.ops.dense_attention import dense_causal_attend
-from jdisagg.request import SamplingParams
-from jdisagg.transfer.in_process import InProcessChannel
 from models.checkpoint import load_model
-from tests.end_to_end.clusters import LLAMA, MOE
-
-GOLDEN = Path(__file__).parents[1] / "golden"
-CHUNK, PAGE, TOP = 64, 8, 5
-GREEDY = SampleSpec(0, SamplingParams(temperature=0.0, logprobs=TOP))
-OTHER = SampleSpec(1, SamplingParams(temperature=0.0, logprobs=TOP))
-
-
-def prefiller(directory: Path, layout: str, groups: int = 2) -> MeshExecutor:
-    shape = Layout.parse(layout)
-    loaded = load_model(str(directory), shape, jax.devices()[: shape.devices])
-    config = InstanceConfig(
-        layout=shape,
-        page_size=PAGE,
-        pages_per_rank=40,
-        slots_per_rank=2,
-        chunk_tokens=CHUNK,
-        min_chunk_tokens=CHUNK,
-    )
-    role = MeshRole(True, False, emit=True)
-    return build_replica(
-        "p",
-        config,
-        Mode.DISAGGREGATED,
-        loaded,
-        role,
-        InProcessChannel(MonotonicClock()),
-        256,
-        groups,
-    ).executor
-
-
-def prompt(seed: int, tokens: int) -> tuple[int, ...]:
-    return tuple(np.random.default_rng(seed).integers(5, 1000, tokens).tolist())
-
-
-def part(
-    sequence: int,
-    rank: int,
-    offset: int,
-    ids: tuple[int, ...],
-    start: int,
-    end: int,
-    *samples: SampleSpec,
-) -> PrefillRow:
-    pages = tuple(range(16 * (sequence % 2), 16 * (sequence % 2) + -(-end // PAGE)))
-    return PrefillRow(sequence, rank, offset, ids[start:end], start, pages, samples)
-
-
-def run(executor: MeshExecutor, *rows: PrefillRow) -> dict[tuple[int, int], SampledToken]:
-    result = executor.issue_and_wait(PrefillChunk(1, CHUNK, rows))
-    assert isinstance(result, PrefillResult)
-    return {(one.sequence, one.child): one for one in result.samples}
-
-
-@cache
-def dense(directory: Path) -> Callable[[np.ndarray], jax.Array]:
-    model = load_model(str(directory), Layout(), jax.devices()[-1:]).model
-    return jax.jit(
-        lambda tokens_T: jax.nn.log_softmax(
-            model(tokens_T, jnp.arange(tokens_T.shape[0]), dense_causal_attend)
-        )
-    )
-
-
-def check(directory: Path, ids: tuple[int, ...], sampled: SampledToken) -> None:
-    padded = np.pad(np.array(ids, np.int32), (0, 2 * CHUNK - len(ids)))
-    want_V = np.asarray(dense(directory)(padded))[len(ids) - 1]
-    assert sampled.token == want_V.argmax()
-    assert sampled.logprobs is not None and len(sampled.logprobs.top) == TOP
-    np.testing.assert_allclose(sampled.logprobs.logprob, want_V.max(), atol=2e-5)
-    for token, logprob in sampled.logprobs.top:
-        np.testing.assert_allclose(logprob, want_V[token], atol=2e-5)
-
-
-@pytest.mark.ci
-@pytest.mark.parametrize(
-    ("directory", "layout"),
-    [
-        (MOE, "dp=2,tp=2,ep=4"),
-        *(
-            pytest.param(*case, marks=pytest.mark.slow)
-            for case in ((LLAMA, "tp=1"), (LLAMA, "dp=2,tp=2"), (MOE, "tp=2,ep=2"), (MOE, "dp=2"))
-        ),
-    ],
-)
-def test_rows_sample_as_in_a_dense_pass_whatever_shares_their_chunk(
-    directory: Path, layout: str
-) -> None:
-    """A long prompt's first chunk samples nothing; its end shares one with a whole short prompt, of
-    which two children sample; on the other rank, if there is one, the last chunk's only row samples
-    nothing, then goes on alone."""
-    executor = prefiller(directory, layout)
-    try:
-        long, short, late = prompt(1, 101), prompt(2, 9), prompt(3, 70)
-        other = Layout.parse(layout).dp > 1
-        assert not run(executor, part(0, 0, 0, long, 0, 64))
-        rows = [part(0, 0, 0, long, 64, 101, GREEDY), part(1, 0, 48, short, 0, 9, GREEDY, OTHER)]
-        sampled = run(executor, *rows, *([part(2, 1, 0, late, 0, 64)] if other else []))
-        assert set(sampled) == {(0, 0), (1, 0), (1, 1)}
-        check(directory, long, sampled[0, 0])
-        for child in (0, 1):
-            check(directory, short, sampled[1, child])
-        if other:
-            check(directory, late, run(executor, part(2, 1, 0, late, 64, 70, GREEDY))[2, 0])
-    finally:
-        executor.close()
+from tests.executor.prompts import prefiller
+from tests.lanes import first_ci
+from tests.shapes import CHUNK, GOLDEN, LLAMA
 
 
 @pytest.mark.ci
@@ -143,14 +23,13 @@ def test_the_last_layer_computes_little_more_than_its_keys_and_values() -> None:
     executor = prefiller(LLAMA, "tp=1", groups=4)
     try:
         executor.warm_prefill(CHUNK, ChunkForm())
-        programs = {
+        programs: dict[object, Any] = {
             key[2:4]: program
             for key, program in executor.programs._built.items()
-            if key[0] == "group"
-        }  # type: ignore[index]
+            if key[0] == "group"  # type: ignore[index]
+        }
         whole, ending = (
-            programs[ChunkForm(), last].cost_analysis()["flops"]  # type: ignore[attr-defined]
-            for last in (False, True)
+            programs[ChunkForm(), last].cost_analysis()["flops"] for last in (False, True)
         )
         config = load_model(str(LLAMA), Layout(), jax.devices()[:1]).model.config
         head = config.attention.head_dim
@@ -164,15 +43,10 @@ def test_the_last_layer_computes_little_more_than_its_keys_and_values() -> None:
         executor.close()
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
-    "name",
-    [
-        "llama_biased",
-        *(
-            pytest.param(name, marks=pytest.mark.ci)
-            for name in ("mistral_window", "qwen2_windows", "qwen3", "mixtral", "qwen3_moe_step")
-        ),
-    ],
+    ("name",),
+    first_ci([("qwen2_windows",), ("mixtral",), ("llama_biased",), ("qwen3_moe_step",)], 2),
 )
 def test_a_layer_gives_the_rows_it_is_asked_for(name: str) -> None:
     model = load_model(GOLDEN / name, Layout(), jax.devices()[:1]).model
@@ -183,11 +57,8 @@ def test_a_layer_gives_the_rows_it_is_asked_for(name: str) -> None:
         cached.append((k_TKH, v_TKH))
         if not q_TNH.shape[0]:
             return q_TNH
-        q_all_TNH = (
-            jnp.zeros((k_TKH.shape[0], *q_TNH.shape[1:]), q_TNH.dtype)
-            .at[asked[real]]
-            .set(q_TNH[real])
-        )
+        none_TNH = jnp.zeros((k_TKH.shape[0], *q_TNH.shape[1:]), q_TNH.dtype)
+        q_all_TNH = none_TNH.at[asked[real]].set(q_TNH[real])
         return dense_causal_attend(q_all_TNH, k_TKH, v_TKH, **how)[asked]
 
     x_TD = jax.random.normal(jax.random.key(0), (12, model.config.width))

@@ -40,13 +40,21 @@ print(json.dumps(len(missed)))
 """
 
 
-def compiling(folder: Path, count: int) -> "subprocess.Popen[str]":
-    return subprocess.Popen(
-        [sys.executable, "-c", COMPILES, str(folder), str(count)],
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
+# A process that is compiling a program until it is killed.
+BEGINS = """
+import sys, time
+from pathlib import Path
+from jdisagg.executor.program_cache import ProgramCache
+
+assert ProgramCache(Path(sys.argv[1])).get("a") is None
+print("compiling", flush=True)
+time.sleep(600)
+"""
+
+
+def started(program: str, *words: str) -> "subprocess.Popen[str]":
+    command = [sys.executable, "-c", program, *words]
+    return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
 
 
 def entries(folder: Path) -> list[str]:
@@ -59,7 +67,7 @@ def others(folder: Path) -> list[str]:
 
 @pytest.mark.ci
 def test_processes_that_start_cold_together_compile_each_program_once(tmp_path: Path) -> None:
-    processes = [compiling(tmp_path, 12) for _ in range(3)]
+    processes = [started(COMPILES, str(tmp_path), "12") for _ in range(3)]
     for process in processes:
         assert process.stdout is not None and process.stdout.readline() == "ready\n"
     (tmp_path / "go").touch()
@@ -94,20 +102,7 @@ def test_who_asks_for_a_program_that_is_being_compiled_waits_for_it(tmp_path: Pa
 
 
 def test_a_compiler_that_is_killed_holds_nobody_up(tmp_path: Path) -> None:
-    process = subprocess.Popen(
-        [
-            sys.executable,
-            "-c",
-            "import sys, time; from pathlib import Path\n"
-            "from jdisagg.executor.program_cache import ProgramCache\n"
-            "assert ProgramCache(Path(sys.argv[1])).get('a') is None\n"
-            "print('compiling', flush=True); time.sleep(600)",
-            str(tmp_path),
-        ],
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
+    process = started(BEGINS, str(tmp_path))
     assert process.stdout is not None and process.stdout.readline() == "compiling\n"
     thread, got = in_a_thread(ProgramCache(tmp_path), "a")
     time.sleep(0.1)

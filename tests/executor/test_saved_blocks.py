@@ -98,15 +98,11 @@ def test_what_went_to_disk_comes_back_into_host_memory_bit_for_bit(
         again.close()
 
 
-def test_what_is_not_in_host_memory_is_not_written(kept: Kept) -> None:
+def test_what_is_not_in_host_memory_is_not_written_nor_are_other_pieces_loaded(kept: Kept) -> None:
     kept.put(1, 0.0)
     kept.host.expect(2)
     assert kept.run(SaveBlock(1, NAME, 0, (1, 2), (11, 12), LONG)).error == "gone"
     assert kept.run(SaveBlock(1, NAME, 0, (1, 3), (11, 12), LONG)).error == "gone"
-
-
-def test_a_block_in_other_pieces_than_are_expected_is_none(kept: Kept) -> None:
-    kept.put(1, 0.0)
     assert kept.run(SaveBlock(1, NAME, 0, (1,), (11,), LONG)).error == ""
     assert kept.run(LoadBlock(2, NAME, 0, (5, 6), LONG)).error == "format"
     assert kept.host.shards(5) is None

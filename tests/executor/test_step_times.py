@@ -10,7 +10,7 @@ from jdisagg.executor import step_times
 from jdisagg.executor.mesh_executor import MeshExecutor, MeshRole
 from jdisagg.executor.step_times import measure_step_times
 from jdisagg.executor.warm_up import warm_up_steps
-from tests.executor.meshes import HandChannel, executor
+from tests.executor.meshes import executor
 from tests.fakes.fake_executor import toy_limits
 
 
@@ -18,12 +18,12 @@ from tests.fakes.fake_executor import toy_limits
 @pytest.mark.parametrize(
     ("role", "chunks", "steps"),
     [
-        (MeshRole(True, False, emit=True), [(64, 0), (64, 192)], []),
-        pytest.param(MeshRole(False, True), [], [(1, 1), (2, 1), (2, 252)], marks=pytest.mark.slow),
+        (MeshRole(True, False, emit=True), [(64, 0), (64, 320)], []),
+        pytest.param(MeshRole(False, True), [], [(1, 1), (4, 1), (4, 380)], marks=pytest.mark.slow),
     ],
 )
 def test_a_warm_mesh_measures_its_programs_without_compiling(role, chunks, steps) -> None:
-    mesh = executor("m", "tp=1", role, HandChannel(), 0, page=16, dtype="float32")
+    mesh = executor("m", "tp=1", role)
     try:
         for step in warm_up_steps(mesh):
             step()

@@ -19,7 +19,9 @@ from jdisagg.messages.step_commands import (
 )
 from jdisagg.scheduler.blocks import split_blocks
 from jdisagg.worker.outgoing_kv import extraction, offers_of_pages
-from tests.executor.meshes import PEER, HandChannel, Pair, executor
+from tests.executor.meshes import INTO, PEER, HandChannel, Pair, executor
+from tests.lanes import first_ci
+from tests.shapes import CHUNK
 
 KEY = 99
 
@@ -28,34 +30,30 @@ def mixed(codec: str) -> MeshRole:
     return MeshRole(True, True, codec=codec, extracts=True)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("prefill", "decode", "codec", "few_tokens"),
-    [
-        pytest.param("tp=4", "dp=2,tp=2", "none", 0, marks=pytest.mark.slow),
-        pytest.param("tp=1", "tp=4", "int8", 0, marks=pytest.mark.ci),
-        pytest.param("tp=2", "tp=1", "int4", 0, marks=pytest.mark.slow),
-        pytest.param("tp=2", "dp=2", "none", 32, marks=pytest.mark.ci),
-    ],
+    first_ci(
+        [("tp=2", "dp=2", "none", 16), ("tp=1", "tp=4", "int8", 0), ("tp=2", "tp=1", "int4", 0)]
+    ),
 )
 async def test_nothing_is_built_for_blocks_after_warm_up(prefill, decode, codec, few_tokens):
     two = Pair(prefill, decode, codec=codec, connect=False, few_tokens=few_tokens)
     try:
         for form in chunk_forms(two.prefill.limits):
-            two.prefill.warm_prefill(128, form)
-        for band, tokens in two.decode.limits.block_shapes():
+            two.prefill.warm_prefill(CHUNK, form)
+        shapes = two.decode.limits.block_shapes()
+        for band, tokens in shapes:
             two.decode.warm_insert(band, tokens)
             two.decode.blocks.warm_extract(band, tokens)
         before = two.prefill.programs.compilations, two.decode.programs.compilations
         two.connect()
-        result = await two.compute([(0, 0, 37, 100), (0, 48, 64, 200)], KEY, cut=split_blocks)
+        result = await two.compute([(0, 0, 16, 100), (0, 16, 37, 200)], KEY, cut=split_blocks)
         for one in result.checksums:
             assert (await two.move(one.offer_id, 0, KEY)).intact
-        pages = tuple(range(3, 24))[::-1][:5]
-        await two.decode.run(ExtractBlock(5, 77, 0, 1, 0, 40, 128, pages, KEY))
-        (band,) = {two.decode.limits.bands(16)[-1]}
-        await two.decode.run(
-            ExtractBlock(6, 78, 0, band.start, 0, 9, 16, pages[:2], KEY, len(band))
-        )
+        for number, (band, tokens) in enumerate(shapes):
+            block = (band.start, 0, tokens - 7, tokens, INTO[:8], KEY, len(band))
+            await two.decode.run(ExtractBlock(5, 77 + number, 0, *block))
         assert (two.prefill.programs.compilations, two.decode.programs.compilations) == before
     finally:
         two.close()
@@ -65,13 +63,11 @@ async def test_nothing_is_built_for_blocks_after_warm_up(prefill, decode, codec,
 @pytest.mark.parametrize(
     ("role", "layouts", "tokens"),
     [
-        pytest.param(mixed("none"), ("tp=2", "tp=2"), (0, 73), id="moves", marks=pytest.mark.slow),
-        pytest.param(mixed("int8"), ("tp=2", "tp=2"), (0, 73), id="codec"),
-        *(
-            pytest.param(
-                MeshRole(True, False, emit=True, extracts=True, peer_tokens=48), layouts, (48, 96)
-            )
-            for layouts in (("tp=2", "tp=2"), ("tp=4", "tp=1"))
+        (mixed("int8"), ("tp=2", "tp=2"), (0, 73)),
+        (
+            MeshRole(True, False, emit=True, extracts=True, peer_tokens=48),
+            ("tp=4", "tp=1"),
+            (48, 96),
         ),
     ],
 )
@@ -82,7 +78,7 @@ async def test_nothing_is_built_when_a_warm_worker_takes_another_ones_blocks(
     cache."""
     channel = HandChannel()
     sender, receiver = (
-        executor(name, layout, role, channel, first, page=16, dtype="float32")
+        executor(name, layout, role, channel, first)
         for name, layout, first in (("a", layouts[0], 0), ("b", layouts[1], 4))
     )
     try:
@@ -116,4 +112,4 @@ async def test_nothing_is_built_when_a_warm_worker_takes_another_ones_blocks(
 def test_a_worker_that_receives_refuses_a_codec_that_does_not_exist(prefills):
     role = dataclasses.replace(mixed("zip"), prefill=prefills)
     with pytest.raises(ConfigError, match="codec 'zip' is unknown"):
-        executor("m", "tp=1", role, HandChannel(), 0, page=16, dtype="float32")
+        executor("m", "tp=1", role)

@@ -38,17 +38,13 @@ def test_a_row_that_fails_is_a_row_with_its_error_and_the_next_one_is_run(tmp_pa
     assert "ms 1.5" in table(this.rows)
 
 
-def test_nothing_is_begun_when_the_time_is_over(tmp_path: Path) -> None:
-    begun = []
-    this = day(tmp_path, seconds=0.0)
-    this.row("late", lambda: {"begun": begun.append(1)})
-    assert not begun
-    assert "were over" in str(rows(tmp_path)[0]["skipped"])
-
-
-def test_what_means_nothing_without_a_gpu_is_skipped_in_the_small_form_alone(
+def test_a_row_is_skipped_when_the_time_is_over_or_it_means_nothing_without_a_gpu(
     tmp_path: Path,
 ) -> None:
+    begun = []
+    day(tmp_path, seconds=0.0).row("late", lambda: {"begun": begun.append(1)})
+    assert not begun
+    assert "were over" in str(rows(tmp_path)[0]["skipped"])
     day(tmp_path).row("only there", lambda: {"GB/s": 1}, gpu=True)
     assert "GPU" in str(rows(tmp_path)[0]["skipped"])
     day(tmp_path, small=False).row("only there", lambda: {"GB/s": 1}, gpu=True)

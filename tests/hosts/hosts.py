@@ -115,23 +115,6 @@ class Hosts:
         _ip(*self._inside(host), "addr", "add", f"{address}/24", "dev", self._taps[host])
         return address
 
-    def translate(self, host: int) -> str:
-        """Gives a host another address, for which other hosts use `address(host)` as before, and
-        returns the new one. The wire translates the addresses."""
-        inside, device = self._address(80, host), ("dev", self._taps[host])
-        own = self._inside(host)
-        _ip(*own, "addr", "del", f"{self.address(host)}/24", *device)
-        _ip(*own, "addr", "add", f"{inside}/32", *device)
-        _ip(*own, "route", "add", f"{self._address(78, -1)}/24", *device, "src", inside)
-        for other, tap in enumerate(self._taps):
-            if other != host:  # ARP is not translated
-                beside = (*self._inside(other), "neigh", "replace", self.address(host))
-                _ip(*beside, "lladdr", _link_address(host), "dev", tap)
-                beyond = (*own, "neigh", "replace", self.address(other))
-                _ip(*beyond, "lladdr", _link_address(other), *device)
-        self._tell({"translate": host, "inside": inside, "outside": self.address(host)})
-        return inside
-
     def _inside(self, host: int) -> tuple[str, ...]:
         space = self._spaces[host]
         return ("-n", space) if space else ()
@@ -152,22 +135,15 @@ class Hosts:
         """Removes all conditions."""
         self._tell({"from": None, "to": None})
 
-    def run(
-        self, host: int, command: Sequence[str], hosts_file: str | None = None, folder: Path = ROOT
-    ) -> Process:
-        """Starts a program on a host.
-
-        Args:
-            hosts_file: Text of its /etc/hosts, else a line for each host.
-            folder: Its working folder.
-        """
+    def run(self, host: int, command: Sequence[str]) -> Process:
+        """Starts a program on a host, which has a line for each host in its /etc/hosts."""
         names = self._folder / f"hosts.{next(_NUMBERS)}"
         lines = [f"{self.address(i)} {self.name(i)}" for i in range(len(self._taps))]
-        names.write_text(
-            hosts_file if hosts_file is not None else "\n".join(["127.0.0.1 localhost", *lines, ""])
-        )
+        names.write_text("\n".join(["127.0.0.1 localhost", *lines, ""]))
         log = self._folder / f"host{host}.{next(_NUMBERS)}.log"
         inside = f'hostname {self.name(host)}; mount --bind {names} /etc/hosts; exec "$@"'
+        ours = ("XLA_FLAGS", "PYTHONPATH")
+        environment = {name: value for name, value in os.environ.items() if name not in ours}
         with log.open("wb") as file:
             outer = subprocess.Popen(
                 [
@@ -175,15 +151,11 @@ class Hosts:
                     *("unshare", "--ipc", "--pid", "--uts", "--mount", "--fork"),
                     *("--kill-child", "--mount-proc", "sh", "-c", inside, "sh", *command),
                 ],
-                cwd=folder,
+                cwd=ROOT,
                 stdin=subprocess.DEVNULL,
                 stdout=file,
                 stderr=file,
-                env={
-                    name: value
-                    for name, value in os.environ.items()
-                    if name not in ("XLA_FLAGS", "PYTHONPATH")
-                },
+                env=environment,
             )
         process = Process(outer, log)
         self._processes.append(process)

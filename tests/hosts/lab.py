@@ -24,7 +24,7 @@ from jdisagg.errors import JdisaggError
 from jdisagg.service.internal.connection import NO_CREDENTIALS
 from tests import time_scale
 from tests.end_to_end.clusters import LLAMA, dense_greedy
-from tests.hosts.hosts import ROOT, Hosts, Process
+from tests.hosts.hosts import Hosts, Process
 from tests.programs import CACHE_FLAG
 
 PORT = 19200
@@ -183,7 +183,6 @@ class Lab:
         self.workers = self.names[routers:]
         self.hosts = Hosts(len(self.names), folder, ipv6)
         self.processes: dict[str, Process] = {}
-        self.tree = ROOT  # the code that processes are started with
         self._by_name = by_name  # whether processes know each other by name
         self._scheme = "ipv6" if ipv6 else "ipv4"
         # Further flags of all processes ("") and of each.
@@ -229,7 +228,7 @@ class Lab:
             program += [f"--router={routers}", *WORKER_FLAGS]
         command = [PYTHON, "-m", f"launch.{program[0]}", *program[1:], *common]
         command += [*self.flags.get("", ()), *self.flags.get(name, ()), *flags]
-        self.processes[name] = self.hosts.run(self.host(name), command, folder=self.tree)
+        self.processes[name] = self.hosts.run(self.host(name), command)
 
     def start_all(self) -> None:
         for name in self.names:

@@ -36,20 +36,18 @@ def peers(cluster: Lab, name: str) -> set[str]:
     return {host for _, host in re.findall(r"(\S+):\d+ +(\S+):\d+", listed.stdout)}
 
 
-def test_a_translated_address_and_a_second_network_for_kv_are_used_where_they_are_given(
+def test_an_advertised_address_and_a_second_network_for_kv_are_used_where_they_are_given(
     tmp_path: Path,
 ) -> None:
-    """The prefill worker listens on every interface, and the decode worker's address is translated.
-    Both have the network 10.79 for KV."""
+    """The workers listen on every interface, and have the network 10.79 for KV."""
     second: dict[str, str] = {}
 
     def prepare(made: Lab) -> None:
         for name in made.workers:
             called = made.hosts.address(made.host(name))
             second[name] = made.hosts.add_network(made.host(name))
-            listens = made.hosts.translate(made.host(name)) if name == "decode-0" else "0.0.0.0"
             made.flags[name] = (
-                f"--host={listens}",
+                "--host=0.0.0.0",
                 f"--advertise_host={called}",
                 f"--kv_host={second[name]}",
             )

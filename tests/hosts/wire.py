@@ -5,7 +5,6 @@ device of its destination, under the conditions of that ordered pair of hosts.
 
     python -m tests.hosts.wire TAP...      # prints "ready" once the devices exist
     {"from": 0, "to": 1, "loss": 0.05}     # on stdin, one JSON object a line; answers "ok"
-    {"translate": 1, "inside": "10.80.0.2", "outside": "10.78.0.2"}
     {}                                     # no host and no condition: all wires are whole again
 
 Host i has the MAC address 02:00:00:00:00:0i, so that a frame says where it goes."""
@@ -17,7 +16,6 @@ import json
 import os
 import random
 import selectors
-import socket
 import struct
 import sys
 import time
@@ -28,7 +26,6 @@ IFF_TAP, IFF_NO_PI = 0x0002, 0x1000
 FRAME_BYTES = 65536
 QUEUE_SECONDS = 0.5  # of a link with a rate: what would wait longer is dropped
 TCP, IPV4 = 6, b"\x08\x00"
-SOURCE, TARGET = 26, 30  # offsets of the addresses in a frame of IPv4
 ACK, RST, SYN = 0x10, 0x04, 0x02
 
 
@@ -116,19 +113,6 @@ def as_reset(frame: bytes) -> bytes | None:
     return frame[:14] + bytes(ip) + bytes(tcp)
 
 
-def readdressed(frame: bytes, at: int, old: bytes, new: bytes) -> bytes:
-    """Returns a frame with another IPv4 address, if it has the address `old` at the offset `at`."""
-    if frame[12:14] != IPV4 or frame[at : at + 4] != old:
-        return frame
-    changed = bytearray(frame)
-    changed[at : at + 4] = new
-    sums = [24] + [30 + 4 * (frame[14] & 15)] * (frame[23] == TCP)
-    for place in sums:
-        before = bytes(byte ^ 0xFF for byte in frame[place : place + 2] + old)
-        changed[place : place + 2] = struct.pack(">H", checksum(before + new))
-    return bytes(changed)
-
-
 def open_tap(name: str) -> int:
     descriptor = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK)
     request = struct.pack("16sH22x", name.encode(), IFF_TAP | IFF_NO_PI)
@@ -144,7 +128,6 @@ class Wire:
         self._links = {(a, b): Link(draw) for a in hosts for b in hosts if a != b}
         self._coming: list[tuple[float, int, int, bytes]] = []
         self._numbers = itertools.count()
-        self._translated: dict[int, tuple[bytes, bytes]] = {}  # addresses inside and outside
         self._selector = selectors.DefaultSelector()
         for host, tap in enumerate(self._taps):
             self._selector.register(tap, selectors.EVENT_READ, host)
@@ -170,8 +153,6 @@ class Wire:
                 frame = os.read(self._taps[host], FRAME_BYTES)
             except (BlockingIOError, OSError):
                 return
-            if host in self._translated:
-                frame = readdressed(frame, SOURCE, *self._translated[host])
             everyone = bool(frame[0] & 1)
             for other in range(len(self._taps)):
                 if other != host and (everyone or frame[5] == other):
@@ -185,9 +166,6 @@ class Wire:
             heapq.heappush(self._coming, (at, next(self._numbers), host, frame))
 
     def _write(self, host: int, frame: bytes) -> None:
-        if host in self._translated:
-            inside, outside = self._translated[host]
-            frame = readdressed(frame, TARGET, outside, inside)
         try:
             os.write(self._taps[host], frame)
         except OSError:
@@ -197,11 +175,6 @@ class Wire:
         if not line:
             return False
         wanted = json.loads(line)
-        if "translate" in wanted:
-            inside, outside = (socket.inet_aton(wanted[side]) for side in ("inside", "outside"))
-            self._translated[wanted["translate"]] = inside, outside
-            print("ok", flush=True)
-            return True
         source, target = wanted.pop("from", None), wanted.pop("to", None)
         assert wanted.keys() <= {spec.name for spec in fields(Conditions)}, wanted
         for (a, b), link in self._links.items():

@@ -75,15 +75,8 @@ def build(task: Task) -> MeshExecutor:
     )
     limits = mesh_limits(config, Mode.CHUNKED, loaded.model.kv_spec, CONTEXT, layout.pp)
     role = MeshRole(prefill=True, decode=True)
-    return MeshExecutor(
-        "member",
-        loaded.model,
-        Programs(*loaded.meshes),
-        layout,
-        limits,
-        role,
-        InProcessChannel(MonotonicClock()),
-    )
+    made = (loaded.model, Programs(*loaded.meshes), layout, limits, role)
+    return MeshExecutor("member", *made, InProcessChannel(MonotonicClock()))
 
 
 async def prefill(executor: Executor, specs: Sequence[SampleSpec]) -> list[int]:
@@ -93,22 +86,13 @@ async def prefill(executor: Executor, specs: Sequence[SampleSpec]) -> list[int]:
     results = []
     for start in (0, CHUNK):
         for index, spec in enumerate(specs):
-            tokens = tuple(range(30 + index, 30 + index + CHUNK + 10 + index))[
-                start : start + CHUNK
-            ]
-            row = PrefillRow(
-                index,
-                index % ranks,
-                0,
-                tokens,
-                start,
-                pages_of(index, ranks),
-                (spec,) if start else (),
-            )
+            prompt = tuple(range(30 + index, 30 + index + CHUNK + 10 + index))
+            tokens, samples = prompt[start : start + CHUNK], (spec,) if start else ()
+            place = (index, index % ranks, 0)
+            row = PrefillRow(*place, tokens, start, pages_of(index, ranks), samples)
             results.append(executor.run(PrefillChunk(len(results), CHUNK, (row,))))
-    sampled = [
-        result for result in await asyncio.gather(*results) if isinstance(result, PrefillResult)
-    ]
+    found = await asyncio.gather(*results)
+    sampled = [result for result in found if isinstance(result, PrefillResult)]
     return [sample.token for result in sampled for sample in result.samples]
 
 
@@ -122,22 +106,14 @@ async def decode(
 ) -> list[DecodeResult]:
     """All sequences at once, several commands under way."""
     ranks = executor.limits.ranks
-    admits = tuple(
-        SlotAdmit(
-            i,
-            i % ranks,
-            i // ranks,
-            first[i],
-            CHUNK + 10 + i,
-            CONTEXT // 2,
-            pages_of(i, ranks),
-            spec,
-        )
-        for i, spec in enumerate(specs)
-    )
+    admits = []
+    for i, spec in enumerate(specs):
+        place, tokens = (i, i % ranks, i // ranks), (first[i], CHUNK + 10 + i, CONTEXT // 2)
+        admits.append(SlotAdmit(*place, *tokens, pages_of(i, ranks), spec))
     slots = tuple(tuple(range((len(specs) - rank + ranks - 1) // ranks)) for rank in range(ranks))
     commands = [
-        DecodeSteps(step, 4, slots, admits if step == 0 else ()) for step in range(steps // 4)
+        DecodeSteps(step, 4, slots, tuple(admits) if step == 0 else ())
+        for step in range(steps // 4)
     ]
     results = await asyncio.gather(*(executor.run(command) for command in commands))
     return [result for result in results if isinstance(result, DecodeResult)]
@@ -149,14 +125,8 @@ async def script(executor: Executor, steps: int) -> dict[str, object]:
     specs = [SampleSpec(0, params, (), 0, (), ()) for params in (greedy, sampled, greedy)]
     first = await prefill(executor, specs)
     results = await decode(executor, specs, first, steps)
-    logprobs = [
-        p.logprob
-        for r in results
-        for rank in r.logprobs
-        for row in rank
-        for p in row
-        if p is not None
-    ]
+    rows = [row for result in results for rank in result.logprobs for row in rank]
+    logprobs = [one.logprob for row in rows for one in row if one is not None]
     return {
         "first": first,
         "tokens": [result.tokens for result in results],

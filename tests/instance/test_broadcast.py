@@ -4,18 +4,16 @@ commands."""
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import pytest
 
-from jdisagg.clock import MonotonicClock
 from jdisagg.errors import HandoffError, InvalidRequestError, UnavailableError
 from jdisagg.instance.broadcast import BroadcastExecutor
 from jdisagg.instance.follower import run_follower
 from jdisagg.instance.followers import Followers
 from jdisagg.instance.liveness import SilenceWatch
-from jdisagg.layout.kv_spec import KVSpec
-from jdisagg.layout.mesh_card import KvEnd, MeshCard
+from jdisagg.layout.mesh_card import KvEnd
 from jdisagg.messages.instance import Join
 from jdisagg.messages.step_commands import (
     NO_ROOM,
@@ -31,41 +29,11 @@ from jdisagg.messages.step_commands import (
     StepCommand,
     StepResult,
 )
-from jdisagg.scheduler.executor import MeshLimits
 from jdisagg.service.internal.instance_stream import InstanceServer, LeaderConnection
-from jdisagg.timeouts import InstanceTimeouts
 from tests import time_scale
+from tests.instance.noting import CLOCK, FAST, NotingExecutor, nothing
 
-LIMITS = MeshLimits(1, 16, 4, 2, 64, (64,), (1, 2), 1, 16, 4, 4, KVSpec((), "float32"))
-FAST = InstanceTimeouts(beat_seconds=0.05, silence_seconds=1.0, starting_silence_seconds=5.0)
-CLOCK = MonotonicClock()
-
-
-@dataclass
-class NotingExecutor:
-    """Runs nothing. `answers` may change what a command gives: a result, an error to raise, or None
-    for never."""
-
-    limits: MeshLimits = LIMITS
-    card: MeshCard = field(default_factory=lambda: MeshCard((1, 1, 1), (0,), (0,)))
-    seen: list[StepCommand] = field(default_factory=list)
-    answers: Callable[[StepCommand], StepResult | Exception | None] = lambda command: Done(
-        command.step
-    )
-    closed: bool = False
-
-    def run(self, command: StepCommand) -> asyncio.Future[StepResult]:
-        self.seen.append(command)
-        future: asyncio.Future[StepResult] = asyncio.get_running_loop().create_future()
-        answer = self.answers(command)
-        if isinstance(answer, Exception):
-            future.set_exception(answer)
-        elif answer is not None:
-            future.set_result(answer)
-        return future
-
-    def close(self) -> None:
-        self.closed = True
+Answer = Callable[[StepCommand], StepResult | Exception | None]
 
 
 @dataclass
@@ -77,9 +45,10 @@ class Instance:
     followers: Followers
     executor: BroadcastExecutor
 
-
-async def nothing() -> None:
-    return
+    def answer(self, *answers: Answer) -> None:
+        """What the leader and each follower make of commands from now on."""
+        for one, its in zip((self.leader, *self.others), answers, strict=True):
+            one.answers = its
 
 
 @asynccontextmanager
@@ -89,29 +58,15 @@ async def instance(processes: int = 3) -> AsyncIterator[Instance]:
     address = await server.start()
     leader, others = NotingExecutor(), [NotingExecutor() for _ in range(processes - 1)]
     links = [LeaderConnection(address) for _ in others]
-    tasks = [
-        asyncio.create_task(
-            run_follower(
-                link,
-                Join(1 + i, followers.secret, KvEnd(f"h:{i + 1}", i + 1)),
-                other,
-                nothing,
-                CLOCK,
-                FAST,
-            )
-        )
-        for i, (link, other) in enumerate(zip(links, others, strict=True))
-    ]
+    tasks = []
+    for i, (link, other) in enumerate(zip(links, others, strict=True), 1):
+        join = Join(i, followers.secret, KvEnd(f"h:{i}", i))
+        follows = run_follower(link, join, other, nothing, CLOCK, FAST)
+        tasks.append(asyncio.create_task(follows))
     try:
         await followers.all_ready(10)
-        yield Instance(
-            leader,
-            others,
-            tasks,
-            links,
-            followers,
-            BroadcastExecutor(leader, followers, KvEnd("h:0", 100)),
-        )
+        executor = BroadcastExecutor(leader, followers, KvEnd("h:0", 100))
+        yield Instance(leader, others, tasks, links, followers, executor)
     finally:
         followers.stop()
         await asyncio.wait(tasks, timeout=time_scale.seconds(5))
@@ -122,14 +77,26 @@ async def instance(processes: int = 3) -> AsyncIterator[Instance]:
 
 
 def pull(step: int) -> PullBlock:
-    return PullBlock(
-        step, offer_id=7, rank=0, group=0, block_tokens=16, deadline_seconds=1.0, peer="p"
-    )
+    return PullBlock(step, 7, rank=0, group=0, block_tokens=16, deadline_seconds=1.0, peer="p")
+
+
+def pulled(moved: int, error: str = "") -> Answer:
+    return lambda command: PullResult(command.step, 7, moved, error)
+
+
+def done(command: StepCommand) -> Done:
+    return Done(command.step)
+
+
+def never(command: StepCommand) -> None:
+    return None
 
 
 async def test_every_process_runs_the_same_commands_in_the_same_order() -> None:
     commands = [CopyPages(step, ((0, step, step + 1),)) for step in range(50)]
     async with instance() as it:
+        # the card holds where every process takes messages
+        assert it.executor.card.ends == (KvEnd("h:0", 100), KvEnd("h:1", 1), KvEnd("h:2", 2))
         results = await asyncio.gather(*(it.executor.run(command) for command in commands))
     assert results == [Done(step) for step in range(50)]
     assert it.leader.seen == commands
@@ -138,18 +105,11 @@ async def test_every_process_runs_the_same_commands_in_the_same_order() -> None:
     )
 
 
-async def test_the_card_holds_where_every_process_takes_messages() -> None:
-    async with instance() as it:
-        assert it.executor.card.ends == (KvEnd("h:0", 100), KvEnd("h:1", 1), KvEnd("h:2", 2))
-
-
 async def test_a_pull_is_over_when_it_is_over_on_every_process() -> None:
     async with instance() as it:
-        it.leader.answers = lambda command: PullResult(command.step, 7, 100)
-        it.others[0].answers = lambda command: PullResult(command.step, 7, 20)
-        it.others[1].answers = lambda command: PullResult(command.step, 7, 3)
+        it.answer(pulled(100), pulled(20), pulled(3))
         assert await it.executor.run(pull(1)) == PullResult(1, 7, 123)
-        it.others[1].answers = lambda command: None
+        it.others[1].answers = never
         waiting = it.executor.run(pull(2))
         await asyncio.sleep(0.2)
         assert len(it.others[1].seen) == 2 and not waiting.done()
@@ -157,25 +117,19 @@ async def test_a_pull_is_over_when_it_is_over_on_every_process() -> None:
 
 async def test_one_process_that_cannot_pull_fails_the_pull_and_not_the_instance() -> None:
     async with instance() as it:
-        it.leader.answers = it.others[0].answers = lambda command: PullResult(command.step, 7, 1)
-        it.others[1].answers = lambda command: PullResult(
-            command.step, 7, 0, "the offer was revoked"
-        )
+        it.answer(pulled(1), pulled(1), pulled(0, "the offer was revoked"))
         result = await it.executor.run(pull(1))
         assert isinstance(result, PullResult) and result.error == "the offer was revoked"
         it.others[1].answers = lambda command: HandoffError("not connected")
         result = await it.executor.run(pull(2))
         assert isinstance(result, PullResult) and result.error == "not connected"
-        it.leader.answers = lambda command: Done(command.step)
+        it.leader.answers = done
         assert await it.executor.run(DropBlocks(3, (7,))) == Done(3)
 
 
-async def test_a_pull_whose_parts_do_not_fit_together_fails_the_instance_and_does_not_hang() -> (
-    None
-):
+async def test_a_pull_whose_parts_do_not_fit_together_fails_the_instance_at_once() -> None:
     async with instance() as it:
-        it.others[0].answers = it.others[1].answers = lambda command: PullResult(command.step, 7, 1)
-        it.leader.answers = lambda command: PullResult(command.step, 7, None)  # type: ignore[arg-type]
+        it.answer(pulled(None), pulled(1), pulled(1))  # type: ignore[arg-type]
         with pytest.raises(UnavailableError, match="its parts do not fit"):
             async with asyncio.timeout(10):
                 await it.executor.run(pull(1))
@@ -185,14 +139,10 @@ async def test_a_pull_whose_parts_do_not_fit_together_fails_the_instance_and_doe
 
 async def test_what_all_processes_refuse_alike_is_refused_and_breaks_nothing() -> None:
     async with instance() as it:
-        it.leader.answers = it.others[0].answers = it.others[1].answers = lambda command: (
-            HandoffError("offer 7 is live already")
-        )
+        it.answer(*[lambda command: HandoffError("offer 7 is live already")] * 3)
         with pytest.raises(HandoffError, match="live already"):
             await it.executor.run(DropBlocks(1, (7,)))
-        it.leader.answers = it.others[0].answers = it.others[1].answers = lambda command: Done(
-            command.step
-        )
+        it.answer(done, done, done)
         await asyncio.sleep(0.2)
         assert await it.executor.run(DropBlocks(2, ())) == Done(2)
 
@@ -219,23 +169,29 @@ async def test_a_command_that_fails_on_one_process_alone_fails_the_instance(
 async def test_a_block_is_on_disk_only_if_every_process_has_its_part() -> None:
     async with instance() as it:
         names = (b"a", b"b", b"c")
-        it.leader.answers = lambda one: DiskResult(1, names=names, ages=(3.0, 2.0, 1.0))
-        it.others[0].answers = lambda one: DiskResult(1, names=(b"c", b"a"), ages=(9.0, 9.0))
-        it.others[1].answers = lambda one: DiskResult(1, names=names, ages=(9.0, 9.0, 9.0))
+        it.answer(
+            lambda one: DiskResult(1, names=names, ages=(3.0, 2.0, 1.0)),
+            lambda one: DiskResult(1, names=(b"c", b"a"), ages=(9.0, 9.0)),
+            lambda one: DiskResult(1, names=names, ages=(9.0, 9.0, 9.0)),
+        )
         found = await it.executor.run(FindSaved(1, b"space", 1.0))
         assert found == DiskResult(1, names=(b"a", b"c"), ages=(3.0, 1.0))
-        it.leader.answers = lambda one: DiskResult(2, bytes_moved=5, checksums=(8,))
-        it.others[0].answers = lambda one: DiskResult(2, bytes_moved=6, checksums=(8,))
-        it.others[1].answers = lambda one: DiskResult(2, "gone")
+        it.answer(
+            lambda one: DiskResult(2, bytes_moved=5, checksums=(8,)),
+            lambda one: DiskResult(2, bytes_moved=6, checksums=(8,)),
+            lambda one: DiskResult(2, "gone"),
+        )
         loaded = await it.executor.run(LoadBlock(2, b"a", 0, (4,), 1.0))
         assert loaded == DiskResult(2, "gone", bytes_moved=11, checksums=(8,))
 
 
 async def test_weights_lack_room_if_room_is_all_that_any_process_lacks() -> None:
     async with instance() as it:
-        it.leader.answers = lambda one: DiskResult(1, names=(b"content",), ages=(0.0,))
-        it.others[0].answers = lambda one: DiskResult(1, "no room", skipped=((NO_ROOM, 7),))
-        it.others[1].answers = lambda one: DiskResult(1, "no room", skipped=((NO_ROOM, 9),))
+        it.answer(
+            lambda one: DiskResult(1, names=(b"content",), ages=(0.0,)),
+            lambda one: DiskResult(1, "no room", skipped=((NO_ROOM, 7),)),
+            lambda one: DiskResult(1, "no room", skipped=((NO_ROOM, 9),)),
+        )
         found = await it.executor.run(ReadWeights(1, 1, "folder"))
         assert found == DiskResult(1, "no room", skipped=((NO_ROOM, 9),))
         it.others[1].answers = lambda one: DiskResult(1, "no file")
@@ -245,7 +201,7 @@ async def test_weights_lack_room_if_room_is_all_that_any_process_lacks() -> None
 
 async def test_a_follower_that_goes_fails_what_is_under_way() -> None:
     async with instance() as it:
-        it.leader.answers = lambda command: None  # as a collective whose other half is gone
+        it.leader.answers = never  # as a collective whose other half is gone
         waiting = it.executor.run(DropBlocks(1, ()))
         await it.links[0].close()
         with pytest.raises(UnavailableError, match="process 1: its stream"):

@@ -20,27 +20,24 @@ from jdisagg.messages.instance import Join, LeaderPlace
 from jdisagg.messages.step_commands import Done, DropBlocks
 from jdisagg.service.internal.instance_stream import InstanceServer, LeaderConnection
 from jdisagg.service.server import cluster_credentials, server_credentials
-from tests.instance.test_broadcast import FAST, NotingExecutor, nothing
+from tests.instance.noting import FAST, NotingExecutor, nothing
 from tests.service.test_credentials import certificates_in
 
 
-@pytest.mark.parametrize(
-    "given", [("127.0.0.1:1", None, None), (None, 2, 0), ("127.0.0.1:1", 2, None)]
-)
-def test_half_of_the_flags_are_refused(given: tuple[str | None, int | None, int | None]) -> None:
-    with pytest.raises(ConfigError, match="give all three, or none"):
-        join_instance(*given)
-
-
-def test_a_process_id_beyond_the_processes_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"process_id=2 must be in \[0, 2\)"):
-        join_instance("127.0.0.1:1", 2, 2)
-
-
-@pytest.mark.parametrize("coordinator", ["foo", "localhost:", ":1", "localhost:x"])
-def test_a_coordinator_that_is_no_address_is_refused(coordinator: str) -> None:
-    with pytest.raises(ConfigError, match=f"coordinator={coordinator} must be host:port"):
-        join_instance(coordinator, 2, 0)
+def test_flags_that_do_not_fit_together_are_refused() -> None:
+    address, half = "127.0.0.1:1", "give all three, or none"
+    for given, said in (
+        ((address, None, None), half),
+        ((None, 2, 0), half),
+        ((address, 2, None), half),
+        ((address, 2, 2), r"process_id=2 must be in \[0, 2\)"),
+        *(
+            ((wrong, 2, 0), f"coordinator={wrong} must be host:port")
+            for wrong in ("foo", "localhost:", ":1", "localhost:x")
+        ),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            join_instance(*given)
 
 
 def test_without_flags_and_without_a_scheduler_both_ways_are_named(
@@ -78,13 +75,13 @@ def test_every_process_has_the_same_part_of_the_mesh(
     assert [one.id for one in ProcessGroup(0, len(devices)).devices(count)] == ids
 
 
-@pytest.mark.parametrize(("devices", "count"), [((4, 4), 1), ((4, 4), 3), ((4, 1), 4), ((4, 0), 2)])
 def test_a_layout_that_leaves_a_process_without_its_part_is_refused(
-    monkeypatch: pytest.MonkeyPatch, devices: tuple[int, ...], count: int
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(jax, "devices", lambda: _of_processes(*devices))
-    with pytest.raises(ConfigError, match=f"layout of {count} devices over 2 processes"):
-        ProcessGroup(1, 2).devices(count)
+    for devices, count in (((4, 4), 1), ((4, 4), 3), ((4, 1), 4), ((4, 0), 2)):
+        monkeypatch.setattr(jax, "devices", lambda devices=devices: _of_processes(*devices))
+        with pytest.raises(ConfigError, match=f"layout of {count} devices over 2 processes"):
+            ProcessGroup(1, 2).devices(count)
 
 
 def test_an_instance_of_one_process_needs_no_job() -> None:
@@ -109,16 +106,8 @@ async def test_commands_travel_under_the_clusters_mutual_tls(tmp_path: Path) -> 
         async with asyncio.timeout(2):
             stranger = LeaderConnection(address, connect_seconds=0.5)
             await run_follower(stranger, join, NotingExecutor(), nothing, clock, FAST)
-    obeying = asyncio.create_task(
-        run_follower(
-            LeaderConnection(address, cluster_credentials(service)),
-            join,
-            follower,
-            nothing,
-            clock,
-            FAST,
-        )
-    )
+    link = LeaderConnection(address, cluster_credentials(service))
+    obeying = asyncio.create_task(run_follower(link, join, follower, nothing, clock, FAST))
     await followers.all_ready(10)
     assert await BroadcastExecutor(leader, followers).run(DropBlocks(4, (1,))) == Done(4)
     followers.stop()

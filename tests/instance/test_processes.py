@@ -18,6 +18,7 @@ import pytest
 from jdisagg.node.cluster_plan import free_ports
 from tests import time_scale
 from tests.instance.member import Task, build, script
+from tests.lanes import first_ci
 from tests.programs import PROGRAMS
 
 pytestmark = pytest.mark.ci
@@ -25,10 +26,11 @@ pytestmark = pytest.mark.ci
 ROOT = Path(__file__).resolve().parents[2]
 LLAMA, MOE = (str(ROOT / "models" / "tiny" / name) for name in ("llama", "qwen3_moe"))
 SECONDS = time_scale.seconds(300)
+FLAGS = "--xla_backend_optimization_level=0"  # as in this process
 
 
 def start(task: Task, log: Path) -> subprocess.Popen[bytes]:
-    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": FLAGS}
     command = [sys.executable, "-m", "tests.instance.member", json.dumps(dataclasses.asdict(task))]
     with log.open("wb") as output:
         return subprocess.Popen(
@@ -41,17 +43,9 @@ def running(
     folder: Path, name: str, processes: int, task: Task
 ) -> Iterator[list[subprocess.Popen[bytes]]]:
     coordinator = f"127.0.0.1:{free_ports('127.0.0.1', 1)[0]}"
+    job = {"processes": processes, "coordinator": coordinator, "devices": task.devices // processes}
     children = [
-        start(
-            dataclasses.replace(
-                task,
-                process=number,
-                processes=processes,
-                coordinator=coordinator,
-                devices=task.devices // processes,
-            ),
-            folder / f"{name}-{number}.log",
-        )
+        start(dataclasses.replace(task, process=number, **job), folder / f"{name}-{number}.log")
         for number in range(processes)
     ]
     try:
@@ -73,14 +67,9 @@ def complete(folder: Path, name: str, task: Task) -> dict[str, object]:
 
 @pytest.mark.parametrize(
     ("model", "layout"),
-    [
-        pytest.param(LLAMA, "dp=2,tp=2"),
-        pytest.param(LLAMA, "pp=2,tp=2", marks=pytest.mark.slow),
-        pytest.param(LLAMA, "pp=2,dp=2", marks=pytest.mark.slow),
-        pytest.param(LLAMA, "tp=4", marks=pytest.mark.slow),
-        pytest.param(MOE, "tp=4,ep=4", marks=pytest.mark.slow),
-        pytest.param(MOE, "dp=2,tp=2,ep=4", marks=pytest.mark.slow),
-    ],
+    first_ci(
+        [(LLAMA, "dp=2,tp=2"), (LLAMA, "pp=2,tp=2"), (MOE, "dp=2,tp=2,ep=4"), (MOE, "tp=4,ep=4")]
+    ),
 )
 async def test_two_processes_give_the_tokens_of_one(
     tmp_path: Path, model: str, layout: str
@@ -96,34 +85,31 @@ async def test_two_processes_give_the_tokens_of_one(
     assert two["logprobs"] == pytest.approx(one["logprobs"], abs=1e-4)
 
 
-@pytest.mark.parametrize(
-    "number", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.slow)]
-)
-def test_a_follower_that_dies_or_stops_fails_the_instance(
-    tmp_path: Path, number: signal.Signals
-) -> None:
-    path = tmp_path / "result.json"
+@contextlib.contextmanager
+def under_way(folder: Path) -> Iterator[tuple[Path, list[subprocess.Popen[bytes]]]]:
+    """Two processes that decode until the instance fails. Yields where it says so."""
+    path = folder / "result.json"
     task = Task(
         model=LLAMA, layout="tp=2", devices=2, steps=0, result=str(path), cache=str(PROGRAMS)
     )
-    with running(tmp_path, "hurt", 2, task) as (leader, follower):
-        wait_for(path, "ready", tmp_path)
+    with running(folder, "hurt", 2, task) as children:
+        wait_for(path, "ready", folder)
+        yield path, children
+
+
+@pytest.mark.parametrize(("number",), first_ci([(signal.SIGKILL,), (signal.SIGSTOP,)]))
+def test_a_follower_that_dies_or_stops_fails_the_instance(
+    tmp_path: Path, number: signal.Signals
+) -> None:
+    with under_way(tmp_path) as (path, (leader, follower)):
         follower.send_signal(number)
-        struck = time.monotonic()
-        failure = wait_for(path, "failure", tmp_path)
-        print(f"{number.name} noticed after {time.monotonic() - struck:.2f} s")
-        assert "process 1" in str(failure)
+        assert "process 1" in str(wait_for(path, "failure", tmp_path))
         assert leader.wait(10) == 1
 
 
 @pytest.mark.slow
 def test_followers_end_when_their_leader_dies(tmp_path: Path) -> None:
-    path = tmp_path / "result.json"
-    task = Task(
-        model=LLAMA, layout="tp=2", devices=2, steps=0, result=str(path), cache=str(PROGRAMS)
-    )
-    with running(tmp_path, "hurt", 2, task) as (leader, follower):
-        wait_for(path, "ready", tmp_path)
+    with under_way(tmp_path) as (_, (leader, follower)):
         leader.kill()
         assert follower.wait(20) != 0
 

@@ -46,15 +46,15 @@ async def test_a_peer_answers_with_its_own_clock_and_tokens():
         assert peer.cpu_seconds() >= 0.04  # the driver spends 0.05
 
 
-@pytest.mark.parametrize(
-    "misbehave, said",
-    [("it has no such model", "it has no such model"), ("ends", "no memory left for the model")],
-)
-def test_what_goes_wrong_at_the_peer_is_said_in_its_words(misbehave: str, said: str):
-    with link.started(sys.executable, FAKE) as peer:
-        peer.ask("start", misbehave=misbehave)
-        with pytest.raises(UnavailableError, match=said):
-            peer.ask("generate", prompts=[[1]], tokens=1)
+def test_what_goes_wrong_at_the_peer_is_said_in_its_words():
+    for misbehave, said in (
+        ("it has no such model", "it has no such model"),
+        ("ends", "no memory left for the model"),
+    ):
+        with link.started(sys.executable, FAKE) as peer:
+            peer.ask("start", misbehave=misbehave)
+            with pytest.raises(UnavailableError, match=said):
+                peer.ask("generate", prompts=[[1]], tokens=1)
 
 
 def test_a_peer_that_does_not_answer_is_ended(monkeypatch: pytest.MonkeyPatch):
@@ -112,20 +112,14 @@ def test_the_measured_checkpoint_loads_and_any_ids_survive_as_text(tmp_path: Pat
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize(
-    "flags, said",
-    [
-        (["--peer=vllm", "--peer_python=/no/such/python"], "cannot be run"),
-        (["--peer=vllm", "--parts=grpc"], "--parts=grpc is not measured against --peer=vllm"),
-    ],
-)
-def test_the_benchmark_says_what_is_missing(flags: list[str], said: str, tmp_path: Path):
+def test_the_benchmark_says_what_is_missing(tmp_path: Path):
     run = subprocess.run(
-        [sys.executable, "-m", "benchmarks.throughput", *flags],
+        [sys.executable, "-m", "benchmarks.throughput", "--peer=vllm", "--parts=grpc"],
         cwd=ROOT,
         env={"PATH": "", "HOME": str(tmp_path), "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
     )
     assert run.returncode == 1
-    assert run.stderr.startswith("error: ") and said in run.stderr
+    said = "error: --parts=grpc is not measured against --peer=vllm"
+    assert run.stderr.startswith(said)

@@ -18,11 +18,22 @@ from collections.abc import Callable
 from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
 
+import jax
 import numpy as np
 
+from jdisagg.clock import MonotonicClock
+from jdisagg.layout.axes import MESH_AXES, Layout
 from jdisagg.layout.mesh_card import KvEnd, MeshCard
 from jdisagg.messages.kv_plane import KvMessage
+from jdisagg.transfer.backend_choice import Memories
+from jdisagg.transfer.channel import PullTarget, block_sharding, resident_zeros
+from jdisagg.transfer.negotiated_channel import NegotiatedChannel
+from jdisagg.transfer.nixl_agent import NixlAgent
+from jdisagg.transfer.nixl_memory import NixlMemory
+from jdisagg.transfer.shared_memory import SharedMemory
 from tests import time_scale
+
+ROOT = Path(__file__).parents[2]
 
 TRANSPORTS = 2
 WAIT_SECONDS = time_scale.seconds(40.0)
@@ -35,7 +46,6 @@ class Block:
     layout: str
     kv_heads: int = 4
     tokens: int = 4
-    dtype: str = "float32"
 
     def shape(self, ranks: int) -> tuple[int, int, int, int, int]:
         return (ranks, 2, self.kv_heads, self.tokens, 2)
@@ -74,9 +84,8 @@ class Introduce:
 class Arrived:
     """`shards`: own devices of the receiving rank -> their heads."""
 
-    error: str
-    shards: dict[int, np.ndarray]
-    bytes_per_pair: dict[tuple[int, int], int]
+    error: str = ""
+    shards: dict[int, np.ndarray] = dataclasses.field(default_factory=dict)
 
 
 Command = MakeOffer | MakePull | Introduce
@@ -110,15 +119,14 @@ class Post:
         with Listener(("127.0.0.1", 0)) as free:
             coordinator = f"127.0.0.1:{free.address[1]}"  # type: ignore[misc]
         port = self._listener.address[1]  # type: ignore[misc]
+        flags = f"--xla_force_host_platform_device_count={devices}"
+        environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
         children = []
         for number in range(count):
-            program = (
-                f"from tests.transfer.kv_processes import child; child({port}, {devices}, {number},"
-                f" {count}, {coordinator!r}, {shares}, {nixl})"
-            )
-            children.append(
-                subprocess.Popen([sys.executable, "-c", program], cwd=Path(__file__).parents[2])
-            )
+            how = (port, number, count, coordinator, shares, nixl)
+            program = f"from tests.transfer.kv_processes import child; child{how}"
+            command = [sys.executable, "-c", program]
+            children.append(subprocess.Popen(command, cwd=ROOT, env=environment))
         started: dict[int, Process] = {}
         for _ in children:
             connection = self._listener.accept()
@@ -221,20 +229,7 @@ class _Sending:
             self._connection.send(self._outgoing.get())
 
 
-def child(
-    port: int, devices: int, number: int, count: int, coordinator: str, shares: bool, nixl: bool
-) -> None:
-    os.environ["JAX_PLATFORMS"] = "cpu"
-    os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={devices}"
-    import jax
-
-    from jdisagg.clock import MonotonicClock
-    from jdisagg.transfer.backend_choice import Memories
-    from jdisagg.transfer.negotiated_channel import NegotiatedChannel
-    from jdisagg.transfer.nixl_agent import NixlAgent
-    from jdisagg.transfer.nixl_memory import NixlMemory
-    from jdisagg.transfer.shared_memory import SharedMemory
-
+def child(port: int, number: int, count: int, coordinator: str, shares: bool, nixl: bool) -> None:
     if count > 1:
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
         jax.distributed.initialize(coordinator, count, number)
@@ -245,10 +240,8 @@ def child(
         NixlMemory(NixlAgent("127.0.0.1")) if nixl else None,
     )
     end = memories.end(f"process {os.getpid()}", secrets.randbits(64))
-    link = _Sending(connection)
-    channel = NegotiatedChannel(
-        MonotonicClock(), end, link, transports=TRANSPORTS, memories=memories
-    )
+    link, clock = _Sending(connection), MonotonicClock()
+    channel = NegotiatedChannel(clock, end, link, transports=TRANSPORTS, memories=memories)
     commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
 
     def obey() -> None:
@@ -256,7 +249,7 @@ def child(
             try:
                 link.answer(_obey(channel, commands.get()))
             except Exception as error:
-                link.answer(Arrived(repr(error), {}, {}))
+                link.answer(Arrived(repr(error)))
 
     threading.Thread(target=obey, daemon=True).start()
     connection.send((number, end))
@@ -271,43 +264,29 @@ def child(
         os._exit(0)
 
 
-def _obey(channel: "NegotiatedChannel", command: Command) -> Arrived:  # type: ignore[name-defined]  # noqa: F821
-    import jax
-    import jax.numpy as jnp
-
-    from jdisagg.layout.axes import Layout
-    from jdisagg.transfer.channel import PullTarget, block_sharding, resident_zeros
-
+def _obey(channel: NegotiatedChannel, command: Command) -> Arrived:
     if isinstance(command, Introduce):
         channel.connect(command.peer, command.card)
-        return Arrived("", {}, {})
+        return Arrived()
     block = command.block
     layout = Layout.parse(block.layout)
-    mesh = jax.sharding.Mesh(
-        np.array(jax.devices()[: layout.devices]).reshape(layout.mesh_shape(block.kv_heads)),
-        ("dp", "kv", "rep"),
-    )
+    devices = np.array(jax.devices()[: layout.devices])
+    mesh = jax.sharding.Mesh(devices.reshape(layout.mesh_shape(block.kv_heads)), MESH_AXES)
     if isinstance(command, MakeOffer):
-        values = block.values(layout.dp).astype(jnp.dtype(block.dtype))
-        array = jax.make_array_from_callback(
-            values.shape, block_sharding(mesh), lambda index: values[index]
-        )
+        values, sharding = block.values(layout.dp), block_sharding(mesh)
+        array = jax.make_array_from_callback(values.shape, sharding, lambda index: values[index])
         channel.offer(command.offer_id, array, command.rank)
-        return Arrived("", {}, {})
-    zeros = resident_zeros(mesh, 2, command.granule, block.tokens, 2, jnp.dtype(block.dtype))
-    pull = channel.pull(
-        command.offer_id, PullTarget(zeros, command.rank, command.peer), command.deadline_seconds
-    )
+        return Arrived()
+    zeros = resident_zeros(mesh, 2, command.granule, block.tokens, 2, np.dtype(np.float32))
+    target = PullTarget(zeros, command.rank, command.peer)
+    pull = channel.pull(command.offer_id, target, command.deadline_seconds)
     while not pull.is_ready():
         time.sleep(0.002)
     if error := pull.failed():
-        return Arrived(f"{type(error).__name__}: {error}", {}, {})
+        return Arrived(f"{type(error).__name__}: {error}")
     shards: dict[int, list[np.ndarray]] = {}
     for array in pull.arrays():
         for shard in array.addressable_shards:
             if shard.index[0].indices(array.shape[0])[0] == command.rank:
-                shards.setdefault(shard.device.id, []).append(
-                    np.asarray(shard.data).astype(np.float32)
-                )
-    joined = {device: np.concatenate(parts, axis=2) for device, parts in shards.items()}
-    return Arrived("", joined, channel.bytes_per_pair())
+                shards.setdefault(shard.device.id, []).append(np.asarray(shard.data))
+    return Arrived("", {device: np.concatenate(parts, axis=2) for device, parts in shards.items()})

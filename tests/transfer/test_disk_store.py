@@ -10,74 +10,21 @@ import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
-import ml_dtypes
-import numpy as np
 import pytest
 
 from jdisagg.transfer import block_file, disk_store
 from jdisagg.transfer.block_file import SavedArray, read_block, write_block
-from jdisagg.transfer.disk_store import DiskOutcome, DiskStore, directory_secret
+from jdisagg.transfer.disk_store import DiskOutcome, directory_secret
 from tests import time_scale
+from tests.transfer.disks import OTHER_SPACE, SPACE, SUMS, Disk, block, equal, name
 
-SPACE, OTHER_SPACE = b"n" * 32, b"m" * 32
-
-
-def name(number: int) -> bytes:
-    return bytes([number]) * 32
-
-
-def block(number: int) -> tuple[SavedArray, ...]:
-    """Two pieces over two shards, one in bfloat16."""
-    rng = np.random.default_rng(number)
-    return tuple(
-        SavedArray(
-            piece,
-            ((0, 1), (0, 2), (2 * shard, 2 * shard + 2), (0, 16), (0, 4)),
-            rng.standard_normal((1, 2, 2, 16, 4)).astype(dtype),
-        )
-        for piece, dtype in enumerate((np.float32, ml_dtypes.bfloat16))
-        for shard in range(2)
-    )
-
-
-SUMS = (7, 1 << 62)
-
-
-def equal(one: tuple[SavedArray, ...], other: tuple[SavedArray, ...]) -> bool:
-    return len(one) == len(other) and all(
-        (a.piece, a.box, a.array.dtype, a.array.tobytes())
-        == (b.piece, b.box, b.array.dtype, b.array.tobytes())
-        for a, b in zip(one, other, strict=True)
-    )
-
-
-class Disk:
-    """A store that is waited for."""
-
-    def __init__(self, folder: Path, space: bytes = SPACE) -> None:
-        self.store = DiskStore(str(folder), "test")
-        self.found = self.store.find(space).result(time_scale.seconds(30))
-
-    def write(self, number: int, index: int = 0) -> DiskOutcome:
-        future = self.store.write(name(number), index, lambda: block(number), SUMS)
-        return future.result(time_scale.seconds(30))
-
-    def read(self, number: int) -> DiskOutcome:
-        return self.store.read(name(number), 0).result(time_scale.seconds(30))
-
-    def remove(self, *numbers: int) -> DiskOutcome:
-        return self.store.remove([name(one) for one in numbers]).result(time_scale.seconds(30))
-
-    def remove_all(self) -> DiskOutcome:
-        return self.store.remove_all().result(time_scale.seconds(30))
-
-    def close(self) -> None:
-        self.store.close()
+Opened = Callable[..., Disk]
 
 
 @pytest.fixture
-def opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Disk]]:
+def opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Opened]:
     monkeypatch.setattr(disk_store, "CLOSE_SECONDS", time_scale.seconds(60))  # then it is closed
     disks: list[Disk] = []
 
@@ -95,7 +42,7 @@ def files(folder: Path) -> list[Path]:
 
 
 def test_what_was_written_comes_back_bit_for_bit_here_and_in_a_later_store(
-    opened: Callable[..., Disk], tmp_path: Path
+    opened: Opened, tmp_path: Path
 ) -> None:
     disk = opened()
     assert disk.found == DiskOutcome()
@@ -110,7 +57,7 @@ def test_what_was_written_comes_back_bit_for_bit_here_and_in_a_later_store(
 
 
 def test_blocks_are_found_in_the_order_of_their_last_use_and_a_chains_end_before_its_beginning(
-    opened: Callable[..., Disk],
+    opened: Opened,
 ) -> None:
     disk = opened()
     for number in range(4):
@@ -121,7 +68,7 @@ def test_blocks_are_found_in_the_order_of_their_last_use_and_a_chains_end_before
 
 
 def test_a_block_is_as_old_as_it_was_written_long_ago_however_lately_it_was_used(
-    opened: Callable[..., Disk], monkeypatch: pytest.MonkeyPatch
+    opened: Opened, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = 1e9
     monkeypatch.setattr(disk_store, "time", SimpleNamespace(time=lambda: now))
@@ -141,7 +88,7 @@ def test_a_block_is_as_old_as_it_was_written_long_ago_however_lately_it_was_used
 
 
 def test_a_namespace_finds_nothing_of_another_and_touches_none_of_it(
-    opened: Callable[..., Disk], tmp_path: Path
+    opened: Opened, tmp_path: Path
 ) -> None:
     disk = opened()
     disk.write(1)
@@ -162,42 +109,30 @@ def test_a_namespace_finds_nothing_of_another_and_touches_none_of_it(
     assert copied.exists()
 
 
-def test_a_file_under_another_blocks_name_is_not_taken_for_it(
-    opened: Callable[..., Disk], tmp_path: Path
-) -> None:
-    disk = opened()
-    disk.write(1)
-    (path,) = files(tmp_path)
-    path.rename(path.with_name(name(2).hex() + ".kv"))
-    assert disk.read(2).error == "foreign"
-    assert disk.read(1).error == "gone"
-
-
-@pytest.mark.parametrize("part", ["front", "header", "digest", "payload", "end"])
-def test_a_byte_that_flips_is_a_miss(
-    part: str, opened: Callable[..., Disk], tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("part", ["front", "header", "digest", "payload", "end", "cut"])
+def test_a_file_that_is_spoiled_is_a_miss(part: str, opened: Opened, tmp_path: Path) -> None:
     disk = opened()
     disk.write(1)
     (path,) = files(tmp_path)
     content = bytearray(path.read_bytes())
     payload = sum(one.array.nbytes for one in block(1))
     first = len(content) - payload
-    at = {"front": 3, "header": 40, "digest": first - 1, "payload": first, "end": -1}[part]
+    at = {"front": 3, "header": 40, "digest": first - 1, "payload": first}.get(part, -1)
     content[at] ^= 0x10
-    path.write_bytes(content)
+    path.write_bytes(content[:500] if part == "cut" else content)
     came = disk.read(1)
-    assert came.error in ("format", "spoiled") and not came.arrays
+    assert came.error in ("format", "spoiled", "truncated") and not came.arrays
     disk.close()
     found = opened().found
     if part in ("payload", "end"):  # which is looked at when it is read
         assert found.names == (name(1),)
     else:
         assert not found.names and sum(count for _, count in found.skipped) == 1
+        assert (part == "cut") == (found.skipped == (("truncated", 1),))
         assert not path.exists()
 
 
-def test_every_truncation_is_a_miss_and_removed_at_the_next_start(tmp_path: Path) -> None:
+def test_every_truncation_is_a_miss(tmp_path: Path) -> None:
     path = tmp_path / "one.kv"
     write_block(path, SPACE, name(1), block(1), SUMS)
     whole = path.read_bytes()
@@ -211,36 +146,23 @@ def test_every_truncation_is_a_miss_and_removed_at_the_next_start(tmp_path: Path
         read_block(path, SPACE, name(1))
 
 
-def test_a_truncated_file_is_counted_and_removed_at_the_next_start(
-    opened: Callable[..., Disk], tmp_path: Path
+def test_what_is_no_block_of_ours_is_a_miss_and_left_for_whoever_reads_it(
+    opened: Opened, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     disk = opened()
     disk.write(1)
-    disk.write(2)
-    os.truncate(files(tmp_path)[0], 500)
-    disk.close()
-    disk = opened()
-    assert disk.found.names == (name(2),) and disk.found.skipped == (("truncated", 1),)
-    assert len(files(tmp_path)) == 1
-
-
-def test_a_file_of_another_version_is_left_for_whoever_reads_it(
-    opened: Callable[..., Disk], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    disk = opened()
-    disk.write(1)
-    monkeypatch.setattr(block_file, "VERSION", 2)
-    assert disk.read(1).error == "version"
-    disk.close()
-    assert opened().found.skipped == (("version", 1),)
-    assert len(files(tmp_path)) == 1
-
-
-def test_what_is_no_file_of_ours_is_skipped(opened: Callable[..., Disk], tmp_path: Path) -> None:
-    disk = opened()
-    disk.write(1)
-    folder = files(tmp_path)[0].parent
-    disk.close()
+    (path,) = files(tmp_path)
+    renamed = path.rename(path.with_name(name(2).hex() + ".kv"))
+    assert disk.read(2).error == "foreign" and disk.read(1).error == "gone"
+    renamed.rename(path)
+    with monkeypatch.context() as patched:
+        patched.setattr(block_file, "VERSION", 2)
+        assert disk.read(1).error == "version"
+        disk.close()
+        other = opened()
+        assert other.found.skipped == (("version", 1),)
+        other.close()
+    folder = path.parent
     (folder / ("ab" * 32 + ".kv")).mkdir()
     (folder / "notes.txt").write_text("mine")
     (folder / ("cd" * 32 + ".kv")).write_bytes(b"no block at all, but long enough" * 9)
@@ -250,9 +172,7 @@ def test_what_is_no_file_of_ours_is_skipped(opened: Callable[..., Disk], tmp_pat
     assert (folder / "notes.txt").read_text() == "mine"
 
 
-def test_a_folder_that_vanishes_is_a_disk_that_is_gone(
-    opened: Callable[..., Disk], tmp_path: Path
-) -> None:
+def test_a_folder_that_vanishes_is_a_disk_that_is_gone(opened: Opened, tmp_path: Path) -> None:
     disk = opened()
     disk.write(1)
     (tmp_path / "kv").rename(tmp_path / "away")
@@ -263,58 +183,36 @@ def test_a_folder_that_vanishes_is_a_disk_that_is_gone(
     assert disk.read(1).error == disk.write(2).error == ""
 
 
-@pytest.mark.parametrize("in_place_of", ["", "kv"])
-def test_a_file_in_place_of_the_folder_is_no_disk(in_place_of: str, tmp_path: Path) -> None:
+def test_a_file_in_place_of_the_folder_is_no_disk(tmp_path: Path) -> None:
     (tmp_path / "kv").write_text("in the way")
-    disk = Disk(tmp_path / "kv" / in_place_of)
-    assert disk.found.error == "gone"
-    assert disk.write(1).error == disk.read(1).error == "gone"
-    disk.close()
+    for folder in (tmp_path / "kv", tmp_path / "kv" / "kv"):
+        disk = Disk(folder)
+        assert disk.found.error == "gone"
+        assert disk.write(1).error == disk.read(1).error == "gone"
+        disk.close()
+    one, other = (directory_secret(str(tmp_path / "kv")) for _ in range(2))
+    assert len(one) == 32 and one != other, "each process has its own"
 
 
-@pytest.mark.parametrize(
-    ("number", "word"), [(errno.ENOSPC, "full"), (errno.EROFS, "read_only"), (errno.EIO, "failed")]
-)
-def test_a_disk_that_takes_nothing_leaves_nothing_behind_and_goes_on_when_it_is_well(
-    number: int,
-    word: str,
-    opened: Callable[..., Disk],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+def test_a_disk_that_takes_or_forgets_nothing_says_so_and_goes_on_when_it_is_well(
+    opened: Opened, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     disk = opened()
     disk.write(1)
-    refused = []
-
-    def refuse(*_: object) -> None:
-        refused.append(1)
-        raise OSError(number, os.strerror(number))
-
-    with monkeypatch.context() as patched:
-        patched.setattr(block_file.os, "replace", refuse)
-        assert disk.write(2).error == word and refused
-        assert not list(files(tmp_path)[0].parent.glob("*.unfinished"))
+    for number, word in ((errno.ENOSPC, "full"), (errno.EROFS, "read_only"), (errno.EIO, "failed")):
+        refuse = Mock(side_effect=OSError(number, os.strerror(number)))
+        with monkeypatch.context() as patched:
+            patched.setattr(block_file.os, "replace", refuse)
+            assert disk.write(2).error == word and refuse.called
+            assert not list(files(tmp_path)[0].parent.glob("*.unfinished"))
+            patched.setattr(Path, "unlink", refuse)
+            assert disk.remove_all().error == word and len(files(tmp_path)) == 1
     assert disk.read(1).error == disk.write(2).error == disk.read(2).error == ""
-
-
-def test_a_disk_that_cannot_be_emptied_says_so(
-    opened: Callable[..., Disk], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    disk = opened()
-    disk.write(1)
-
-    def refuse(path: Path, missing_ok: bool = False) -> None:
-        raise OSError(errno.EROFS, "read-only")
-
-    with monkeypatch.context() as patched:
-        patched.setattr(Path, "unlink", refuse)
-        assert disk.remove_all().error == "read_only"
-        assert len(files(tmp_path)) == 1
     assert disk.remove_all().error == "" and not files(tmp_path)
 
 
 def test_two_workers_of_a_directory_have_a_folder_each_and_one_empties_those_who_are_gone(
-    opened: Callable[..., Disk], tmp_path: Path
+    opened: Opened, tmp_path: Path
 ) -> None:
     first, second = opened(), opened()
     first.write(1)
@@ -327,7 +225,7 @@ def test_two_workers_of_a_directory_have_a_folder_each_and_one_empties_those_who
     assert first.remove_all().error == "" and not files(tmp_path)
 
 
-def test_a_slow_disk_holds_up_reads_no_more_than_itself(opened: Callable[..., Disk]) -> None:
+def test_a_slow_disk_holds_up_reads_no_more_than_itself(opened: Opened) -> None:
     """Writes wait for the disk; reads go on, and so does whoever closes."""
     disk, stuck, go_on = opened(), threading.Event(), threading.Event()
     disk.write(1)
@@ -351,7 +249,7 @@ def test_a_slow_disk_holds_up_reads_no_more_than_itself(opened: Callable[..., Di
 CHILD = """
 import os, sys, threading
 from pathlib import Path
-from tests.transfer.test_disk_store import Disk
+from tests.transfer.disks import Disk
 from jdisagg.transfer import block_file
 disk = Disk(Path(sys.argv[1]))
 disk.write(1)
@@ -364,7 +262,7 @@ disk.write(2)
 
 
 def test_kill_9_in_the_midst_of_a_write_leaves_what_was_written_before(
-    opened: Callable[..., Disk], tmp_path: Path
+    opened: Opened, tmp_path: Path
 ) -> None:
     root = Path(__file__).resolve().parents[2]
     child = subprocess.Popen(
@@ -403,9 +301,3 @@ def test_the_secret_beside_the_blocks_is_the_same_in_each_process_and_nobody_els
     path.write_bytes(b"short")
     assert len(directory_secret(folder)) == 32
     assert directory_secret(folder) == directory_secret(folder) != secret
-
-
-def test_where_no_secret_can_be_kept_there_is_one_for_this_process(tmp_path: Path) -> None:
-    (tmp_path / "kv").write_text("in the way")
-    one, other = (directory_secret(str(tmp_path / "kv")) for _ in range(2))
-    assert len(one) == 32 and one != other

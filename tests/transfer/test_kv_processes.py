@@ -13,7 +13,7 @@ import pytest
 from jdisagg.layout.axes import MESH_AXES, Layout
 from jdisagg.transfer.channel import PullTarget, block_sharding, resident_zeros
 from tests import time_scale
-from tests.transfer.conformance import case, expected_shards, finished, received_shards, settled
+from tests.transfer.conformance import arrives, case, finished, settled
 from tests.transfer.connections import connections_since, inodes
 from tests.transfer.kv_processes import TRANSPORTS, Arrived, Block, MakeOffer, MakePull, Process
 from tests.transfer.world import PATIENCE_SECONDS, World, card
@@ -31,6 +31,10 @@ def world() -> Iterator[World]:
     world.close()
 
 
+def one_device() -> jax.sharding.Mesh:
+    return jax.sharding.Mesh(np.array(jax.devices()[:1]).reshape(1, 1, 1), MESH_AXES)
+
+
 def offer_everywhere(processes: list[Process], offer: MakeOffer) -> None:
     for process in processes:
         process.do(offer)
@@ -38,62 +42,36 @@ def offer_everywhere(processes: list[Process], offer: MakeOffer) -> None:
         assert process.answer().error == ""
 
 
-def pull_here(
-    world: World, offer_id: int, peer: str, destination: str, source: str = "tp=4", rank: int = 0
-) -> dict[int, np.ndarray]:
-    here = case(source, destination)
-    return received_shards(
-        finished(
-            world.channel.pull(offer_id, PullTarget(here.zeros, rank, peer), PATIENCE_SECONDS)
-        ),
-        here,
-        rank,
-    )
-
-
 @pytest.mark.ci
-@pytest.mark.parametrize("processes", [1, 2])
-def test_each_process_sends_and_receives_its_own_shards(world: World, processes: int) -> None:
-    """tp=4 and dp=2,tp=2 of a job of one or two processes, in both directions."""
-    job = world.job(devices=4 // processes, count=processes)
+def test_each_process_of_a_job_sends_and_receives_its_own_shards(world: World) -> None:
+    job = world.job(devices=2, count=2)
     world.channel.connect("job", card(*(process.end for process in job)))
-    number = 0
-    for source in ("tp=4", "dp=2,tp=2"):
-        for rank in range(Layout.parse(source).dp):
-            offer_everywhere(job, MakeOffer(number, Block(source), rank))
-            for destination in ("tp=1", "tp=2", "dp=2,tp=2", "tp=4"):
-                received = pull_here(world, number, "job", destination, source)
-                expected = expected_shards(case(source, destination), rank, 0)
-                assert received.keys() == expected.keys()
-                for device, shard in expected.items():
-                    np.testing.assert_array_equal(received[device], shard)
-            number += 1
+    for number, (source, rank) in enumerate([("tp=4", 0), ("dp=2,tp=2", 0), ("dp=2,tp=2", 1)]):
+        offer_everywhere(job, MakeOffer(number, Block(source), rank))
+        for destination in ("tp=1", "dp=2,tp=2", "tp=4"):
+            here = case(source, destination)
+            target = PullTarget(here.zeros, 0, "job")
+            pull = world.channel.pull(number, target, PATIENCE_SECONDS)
+            arrives(pull, here, source_rank=rank)
     for process in job:
         world.introduce(process)
-    for source in ("tp=1", "tp=4"):
+    for number, source in enumerate(("tp=1", "tp=4"), 10):
         here = case(source, "tp=4")
         world.channel.offer(number, here.block, 0)
         for destination in ("tp=4", "dp=2,tp=2"):
             layout = Layout.parse(destination)
-            granule = math.gcd(4 // Layout.parse(source).tp, 4 // layout.tp)
+            heads = 4 // layout.tp
+            granule = math.gcd(4 // Layout.parse(source).tp, heads)
             for rank in range(layout.dp):
+                ask = MakePull(number, "here", Block(destination), rank, granule, PATIENCE_SECONDS)
                 for process in job:
-                    process.do(
-                        MakePull(
-                            number, "here", Block(destination), rank, granule, PATIENCE_SECONDS
-                        )
-                    )
+                    process.do(ask)
                 shards = merged([process.answer() for process in job])
-                expected = here.values[:1]
                 assert len(shards) == layout.tp
-                for place, device in enumerate(
-                    sorted(shards, key=lambda device: (device // 2048, device))
-                ):
-                    heads = 4 // layout.tp
-                    np.testing.assert_array_equal(
-                        shards[device], expected[:, :, place * heads : place * heads + heads]
-                    )
-        number += 1
+                devices = sorted(shards, key=lambda device: (device // 2048, device))
+                for first, device in zip(range(0, 4, heads), devices, strict=True):
+                    wanted = here.values[:1, :, first : first + heads]
+                    np.testing.assert_array_equal(shards[device], wanted)
 
 
 def merged(answers: list[Arrived]) -> dict[int, np.ndarray]:
@@ -109,46 +87,36 @@ def merged(answers: list[Arrived]) -> dict[int, np.ndarray]:
 def test_a_killed_sender_fails_its_pulls_and_its_successor_serves_under_a_new_name(
     world: World,
 ) -> None:
-    (first,) = world.job(devices=4)
-    world.channel.connect("first", card(first.end))
-    offer_everywhere([first], MakeOffer(1, Block("tp=4"), 0))
-    pull_here(world, 1, "first", "tp=2")
+    first = world.start("first")
+    world.is_pulled_from("first")
     here = case("tp=4", "tp=2")
     waiting = world.channel.pull(2, PullTarget(here.zeros, 0, "first"), 1.0)
     first.end_it()
-    after = world.channel.pull(1, PullTarget(here.zeros, 0, "first"), 1.0)
-    for pull in (waiting, after):
+    for pull in (waiting, world.pull("first", 1.0)):
         assert "HandoffError" in type(finished(pull).failed()).__name__
     world.channel.disconnect("first")
-    (second,) = world.job(devices=4)
-    world.channel.connect("second", card(second.end))
-    offer_everywhere([second], MakeOffer(1, Block("tp=4"), 0))
-    pull_here(world, 1, "second", "tp=2")
+    world.start("second")
+    world.is_pulled_from("second")
 
 
 @pytest.mark.ci
 def test_pulls_from_a_stopped_sender_end_at_their_deadline_and_it_serves_again_when_it_goes_on(
     world: World,
 ) -> None:
-    (sender,) = world.job(devices=4)
-    world.channel.connect("peer", card(sender.end))
-    here = case("tp=4", "tp=2")
-    big = Block("tp=1", tokens=BIG_TOKENS)
-    offer_everywhere([sender], MakeOffer(1, Block("tp=4"), 0))
-    offer_everywhere([sender], MakeOffer(2, big, 0))
-    pull_here(world, 1, "peer", "tp=2")
-    mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]).reshape(1, 1, 1), ("dp", "kv", "rep"))
-    zeros = resident_zeros(mesh, 2, 4, BIG_TOKENS, 2, np.dtype(np.float32))
+    sender = world.start("peer")
+    offer_everywhere([sender], MakeOffer(2, Block("tp=1", tokens=BIG_TOKENS), 0))
+    world.is_pulled_from("peer")
+    zeros = resident_zeros(one_device(), 2, 4, BIG_TOKENS, 2, np.dtype(np.float32))
     in_its_bytes = world.channel.pull(2, PullTarget(zeros, 0, "peer"), 2.0)
     time.sleep(0.03)
     sender.signal(signal.SIGSTOP)
-    unanswered = world.channel.pull(1, PullTarget(here.zeros, 0, "peer"), 0.5)
+    unanswered = world.pull("peer", 0.5)
     for pull in (unanswered, in_its_bytes):
         error = finished(pull).failed()
         assert error is not None and "within the deadline" in error.message
     settled(lambda: world.channel.under_way() == 0)  # the connection was dropped
     sender.signal(signal.SIGCONT)
-    pull_here(world, 1, "peer", "tp=2")
+    world.is_pulled_from("peer")
 
 
 @pytest.mark.ci
@@ -160,7 +128,8 @@ def test_a_receiver_that_stalls_in_the_middle_of_its_bytes_does_not_slow_another
     block = Block("tp=1", tokens=BIG_TOKENS)
     values = jax.numpy.zeros(block.shape(1), jax.numpy.float32)
     world.channel.offer(1, jax.device_put(values, jax.devices()[0]), 0)
-    world.channel.offer(2, case("tp=4", "tp=2").block, 0)
+    other = case("tp=4", "tp=2")
+    world.channel.offer(2, other.block, 0)
     stalled.do(MakePull(1, "here", block, 0, 4, PATIENCE_SECONDS))
     while world.channel.postings() == 0:
         time.sleep(0.001)
@@ -168,7 +137,8 @@ def test_a_receiver_that_stalls_in_the_middle_of_its_bytes_does_not_slow_another
     stalled.signal(signal.SIGSTOP)
     world.channel.connect("", card(world.here))
     for _ in range(3):
-        pull_here(world, 2, "", "tp=2")
+        target = PullTarget(other.zeros, 0, "")
+        arrives(world.channel.pull(2, target, PATIENCE_SECONDS), other)
     assert world.channel.postings() >= 1
     assert not stalled.has_answered(), "the other receiver should be stalled"
     stalled.signal(signal.SIGCONT)
@@ -206,9 +176,7 @@ def test_a_pull_may_take_longer_than_its_limit_while_its_bytes_arrive(world: Wor
     seconds = SLOW_BYTES / (SLOW_RATE * (1 + TRANSPORTS))
     assert seconds > 3 * SLOW_LIMIT_SECONDS
     for number, block in enumerate([Block("tp=1"), Block("tp=1", tokens=SLOW_BYTES // 64)]):
-        layout = Layout.parse(block.layout)
-        mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]).reshape(1, 1, 1), MESH_AXES)
-        array = jax.device_put(block.values(layout.dp), block_sharding(mesh))
+        array = jax.device_put(block.values(1), block_sharding(one_device()))
         world.channel.offer(number, array, 0)
         began = time.monotonic()
         process.do(MakePull(number, "here", block, 0, 4, SLOW_LIMIT_SECONDS))

@@ -2,6 +2,7 @@
 Face transformers (tests/golden), and a dense forward pass on one device."""
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -9,16 +10,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jdisagg.engine.research.face import Engine, MeshSizes
+from jdisagg.engine.research.face import DecoderLayout, Engine, MeshSizes, PrefillLayout
 from jdisagg.engine.research.kv_cache import KVCache
 from jdisagg.layout.axes import Layout
 from jdisagg.ops.dense_attention import dense_causal_attend
+from jdisagg.scheduler.page_ledger import PageLedger
 from models.checkpoint import LoadedModel, load_model
 from tests.golden.arrays import arrays_of
 
 GOLDEN = Path(__file__).parents[2] / "golden"
 CHUNK_TOKENS, CONTEXT_TOKENS = 16, 112
+NAME, NEW_TOKENS = "llama_tied", 8
+TP4, DP2 = PrefillLayout(tp=4), DecoderLayout(dp=2)
 
+EngineOf = Callable[[str], AbstractContextManager[Engine]]
 # (layer, k [T, K, H], v [T, K, H]) -> what is attended to instead
 Change = Callable[[int, jax.Array, jax.Array], tuple[jax.Array, jax.Array]]
 
@@ -69,22 +74,16 @@ def dense_pass(
     return np.asarray(logits), seen
 
 
-def dense_keys_and_values(tokens: Sequence[int]) -> list[tuple[np.ndarray, np.ndarray]]:
-    return dense_pass("llama_tied", tokens)[1]
+def ledgers(engine: Engine) -> list[PageLedger]:
+    return [ledger for instance in engine.instances for ledger in instance.ledgers]
 
 
 def assert_same_kv(one: KVCache, other: KVCache, atol: float = 0.0) -> None:
-    assert (one.token_ids, one.positions, one.bytes) == (
-        other.token_ids,
-        other.positions,
-        other.bytes,
-    )
+    for field in ("token_ids", "positions", "bytes"):
+        assert getattr(one, field) == getattr(other, field)
     for index in range(one.layers):
         ours, theirs = one.layer(index).components, other.layer(index).components
         assert ours.keys() == theirs.keys()
-        for name, array in ours.items():
-            np.testing.assert_allclose(
-                *(np.asarray(part).astype(np.float32) for part in (array, theirs[name])),
-                rtol=0,
-                atol=atol,
-            )
+        for name in ours:
+            both = [np.asarray(part[name]).astype(np.float32) for part in (ours, theirs)]
+            np.testing.assert_allclose(*both, rtol=0, atol=atol)

@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,36 +11,22 @@ import pytest
 from safetensors import safe_open
 from safetensors.numpy import save_file
 
-from jdisagg.engine.research.face import DecoderLayout, Engine, PrefillLayout
+from jdisagg.engine.research.face import DecoderLayout, Engine
 from jdisagg.engine.research.kv_cache import KVCache
 from jdisagg.engine.research.kv_file import read_kv, write_kv
 from jdisagg.errors import ConfigError, KVFileError
 from jdisagg.layout.kv_spec import KVSpec
 from tests.engine.research.research_engines import (
+    NAME,
+    NEW_TOKENS,
+    TP4,
     Expected,
     assert_same_kv,
     hugging_face,
     open_engine,
 )
 
-NAME, NEW_TOKENS = "llama_tied", 8
-TP4, DP2 = PrefillLayout(tp=4), DecoderLayout(dp=2, tp=2)
-
-
-@pytest.fixture(scope="module")
-def engine() -> Iterator[Engine]:
-    with open_engine(NAME, fingerprint="f00d") as engine:
-        yield engine
-
-
-@pytest.fixture(scope="module")
-def golden() -> Expected:
-    return hugging_face(NAME)
-
-
-@pytest.fixture(scope="module")
-def kv(engine: Engine, golden: Expected) -> KVCache:
-    return engine.prefill(golden.prompt, layout=TP4)
+BOTH = DecoderLayout(dp=2, tp=2)
 
 
 def test_a_cache_that_was_saved_is_loaded_under_another_layout_and_goes_on(
@@ -50,8 +35,8 @@ def test_a_cache_that_was_saved_is_loaded_under_another_layout_and_goes_on(
     path = tmp_path / "story.kv"
     engine.save(kv, path)
     assert [file.name for file in tmp_path.iterdir()] == ["story.kv"]
-    loaded = engine.load(path, layout=DP2)
-    assert loaded.layout == DP2 and loaded.chosen == kv.chosen
+    loaded = engine.load(path, layout=BOTH)
+    assert loaded.layout == BOTH and loaded.chosen == kv.chosen
     assert_same_kv(loaded, kv)
     assert engine.generate_tokens(loaded, NEW_TOKENS).token_ids == tuple(golden.greedy[:NEW_TOKENS])
     engine.save(loaded[:7], path)
@@ -67,9 +52,7 @@ def test_another_tool_reads_the_tensors_by_name(
 ) -> None:
     engine.save(kv, tmp_path / "story.kv")
     with safe_open(tmp_path / "story.kv", framework="np") as file:
-        assert sorted(file.keys()) == [
-            f"layers.{layer}.{part}" for layer in (0, 1) for part in "kv"
-        ]
+        assert sorted(file.keys()) == [f"layers.{at}.{part}" for at in (0, 1) for part in "kv"]
         np.testing.assert_array_equal(file.get_tensor("layers.1.v"), np.asarray(kv.layer(1).v))
         header = json.loads(file.metadata()["jdisagg_kv"])
     assert header["token_ids"] == list(kv.token_ids) and header["fingerprint"] == "f00d"
@@ -81,7 +64,7 @@ def test_bfloat16_and_latents_come_back_bit_for_bit(name: str, dtype: str, tmp_p
     with open_engine(name, dtype, fingerprint="f00d") as engine:
         kv = engine.prefill(hugging_face(name).prompt, layout=TP4)
         engine.save(kv, tmp_path / "kv")
-        loaded = engine.load(tmp_path / "kv", layout=DP2)
+        loaded = engine.load(tmp_path / "kv", layout=BOTH)
         assert_same_kv(loaded, kv)
         assert jnp.dtype(loaded.spec.dtype) == dtype
         found, wanted = (engine.generate_tokens(one, 4, ignore_eos=True) for one in (loaded, kv))
@@ -89,34 +72,29 @@ def test_bfloat16_and_latents_come_back_bit_for_bit(name: str, dtype: str, tmp_p
         assert found.token_ids == wanted.token_ids
 
 
-def _flipped(at: Callable[[bytes], int]) -> Callable[[bytes], bytes]:
-    def flip(content: bytes) -> bytes:
-        index = at(content)
-        return content[:index] + bytes([content[index] ^ 1]) + content[index + 1 :]
-
-    return flip
+def flipped(content: bytes, at: int) -> bytes:
+    return content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :]
 
 
-@pytest.mark.parametrize(
-    ("spoil", "message"),
-    [
-        (lambda content: content[:-1], "truncated, corrupt or no safetensors file"),
-        (lambda content: content[:40], "truncated, corrupt or no safetensors file"),
-        (lambda content: b"", "truncated, corrupt or no safetensors file"),
-        (lambda content: b"\xff" * 64, "truncated, corrupt or no safetensors file"),
-        (_flipped(lambda content: len(content) - 5), "is corrupt: its field jdisagg_kv_sha256"),
-        (_flipped(lambda content: content.index(b"f00d")), "is corrupt: its field jdisagg_kv_sha"),
-        (_flipped(lambda content: content.index(b"layers.0.k") + 9), "is corrupt"),
-    ],
-)
 def test_a_file_that_was_cut_or_spoiled_is_refused(
-    engine: Engine, kv: KVCache, tmp_path: Path, spoil: Callable[[bytes], bytes], message: str
+    engine: Engine, kv: KVCache, tmp_path: Path
 ) -> None:
     path = tmp_path / "story.kv"
     engine.save(kv, path)
-    path.write_bytes(spoil(path.read_bytes()))
-    with pytest.raises(KVFileError, match=f"KV file {path}.*{message}"):
-        engine.load(path, layout=TP4)
+    content = path.read_bytes()
+    cut, corrupt = "truncated, corrupt or no safetensors file", "is corrupt: its field jdisagg_kv_"
+    for spoilt, message in (
+        (content[:-1], cut),
+        (content[:40], cut),
+        (b"", cut),
+        (b"\xff" * 64, cut),
+        (flipped(content, len(content) - 5), corrupt),
+        (flipped(content, content.index(b"f00d")), corrupt),
+        (flipped(content, content.index(b"layers.0.k") + 9), "is corrupt"),
+    ):
+        path.write_bytes(spoilt)
+        with pytest.raises(KVFileError, match=f"KV file {path}.*{message}"):
+            engine.load(path, layout=TP4)
 
 
 def test_a_file_of_something_else_is_refused_by_field_and_both_values(

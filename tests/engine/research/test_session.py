@@ -1,10 +1,8 @@
 """The research face: caches in the hand, moved between any two layouts, looked at, decoded from.
 
 Oracles: greedy tokens that Hugging Face transformers gave for the same weights (tests/golden), keys
-and values of a dense forward pass, and byte counts by arithmetic. The whole matrix of layouts is
-marked slow."""
+and values of a dense forward pass, and byte counts by arithmetic."""
 
-from collections.abc import Iterator
 from itertools import product
 
 import jax
@@ -13,6 +11,7 @@ import numpy as np
 import pytest
 
 from jdisagg.engine.research.face import DecoderLayout, Engine, PrefillLayout
+from jdisagg.engine.research.kv_cache import KVCache
 from jdisagg.errors import (
     BrokenModelError,
     ConfigError,
@@ -22,118 +21,82 @@ from jdisagg.errors import (
 )
 from jdisagg.layout.axes import Layout
 from jdisagg.request import FinishReason
-from jdisagg.scheduler.page_ledger import PageLedger
 from tests.engine.research.research_engines import (
     CONTEXT_TOKENS,
+    DP2,
+    NAME,
+    NEW_TOKENS,
+    TP4,
+    Expected,
     assert_same_kv,
-    dense_keys_and_values,
-    hugging_face,
+    dense_pass,
+    ledgers,
     open_engine,
 )
+from tests.lanes import first_quick
 
-NEW_TOKENS = 12
-PREFILL = [PrefillLayout(tp=1), PrefillLayout(tp=2), PrefillLayout(tp=4), PrefillLayout(dp=2, tp=2)]
-DECODE = [DecoderLayout(), DecoderLayout(dp=2), DecoderLayout(dp=4), DecoderLayout(dp=2, tp=2)]
-FEW = [
-    (PrefillLayout(tp=4), DecoderLayout(dp=2)),
-    (PrefillLayout(dp=2, tp=2), DecoderLayout(dp=2, tp=2)),
-]
-PAIRS = [
-    pytest.param(
-        *pair,
-        marks={FEW[0]: (), FEW[1]: pytest.mark.ci}.get(pair, pytest.mark.slow),
-        id=" to ".join(map(str, pair)),
-    )
-    for pair in product(PREFILL, DECODE)
-]
+BOTH = DecoderLayout(dp=2, tp=2)
 
 
-@pytest.fixture(scope="module")
-def engine() -> Iterator[Engine]:
-    with open_engine("llama_tied") as engine:
-        yield engine
-        assert [ledger.free_pages for ledger in _ledgers(engine)] == [
-            ledger.total_pages for ledger in _ledgers(engine)
-        ]
-
-
-@pytest.fixture(scope="module")
-def golden() -> tuple[list[int], list[int]]:
-    """Prompt and greedy continuation."""
-    expected = hugging_face("llama_tied")
-    return expected.prompt, expected.greedy
-
-
-@pytest.mark.parametrize(("prefill", "decode"), PAIRS)
+@pytest.mark.parametrize(
+    ("prefill", "decode"),
+    first_quick([(TP4, DP2), (PrefillLayout(dp=2, tp=2), BOTH), (PrefillLayout(tp=1), BOTH)]),
+)
 def test_a_cache_pushed_to_another_layout_is_the_same_and_gives_the_same_tokens(
-    engine: Engine, golden: tuple[list[int], list[int]], prefill: Layout, decode: Layout
+    engine: Engine, golden: Expected, prefill: Layout, decode: Layout
 ) -> None:
-    prompt, greedy = golden
-    kv = engine.prefill(prompt, layout=prefill)
+    kv = engine.prefill(golden.prompt, layout=prefill)
     with engine.create_session("s", layout=decode) as session:
         move = session.push(kv)
         assert_same_kv(engine.pull("s"), kv)
-        blocks_bytes = -(-len(prompt) // 16) * 16 * kv.spec.bytes_per_token
+        blocks_bytes = -(-len(kv) // 16) * 16 * kv.spec.bytes_per_token
         replicas = decode.tp // session.mesh.shape["kv"]
         assert move.bytes_per_pair == move.planned
         assert move.bytes == blocks_bytes * replicas, (
             "disjoint meshes: each destination byte arrives once"
         )
-        assert engine.generate_tokens(session, NEW_TOKENS).token_ids == tuple(greedy[:NEW_TOKENS])
-        assert session.token_ids == (*prompt, *greedy[:NEW_TOKENS])
+        found, greedy = engine.generate_tokens(session, NEW_TOKENS).token_ids, golden.greedy
+        assert found == tuple(greedy[:NEW_TOKENS])
+        assert session.token_ids == (*golden.prompt, *found)
         assert session.next_token.token_id == greedy[NEW_TOKENS]
 
 
 def test_keys_and_values_are_those_of_a_dense_forward_pass(
-    engine: Engine, golden: tuple[list[int], list[int]]
+    engine: Engine, golden: Expected, kv: KVCache
 ) -> None:
-    prompt, greedy = golden
-    kv = engine.prefill(prompt, layout=PrefillLayout(tp=4))
-    tokens = [*prompt, *greedy[:NEW_TOKENS]]
-    keys_values = dense_keys_and_values(tokens)
-    with engine.create_session("s", layout=DecoderLayout(dp=2)) as session:
+    tokens = [*golden.prompt, *golden.greedy[:NEW_TOKENS]]
+    with engine.create_session("s", layout=DP2) as session:
         session.push(kv)
         # a decode mesh is a source like any other
-        session.push(engine.pull("s"), target_layout=DecoderLayout(dp=2, tp=2))
+        session.push(engine.pull("s"), target_layout=BOTH)
         engine.generate_tokens(session, NEW_TOKENS)
         generated = session.pull()
-    assert (len(kv), len(generated), generated.layout) == (
-        len(prompt),
-        len(tokens),
-        Layout(dp=2, tp=2),
-    )
-    for cache, (index, (k_TKH, v_TKH)) in product((kv, generated), enumerate(keys_values)):
+    assert (len(generated), generated.layout) == (len(tokens), BOTH)
+    _, dense = dense_pass(NAME, tokens)
+    for cache, (index, keys_values) in product((kv, generated), enumerate(dense)):
         layer = cache.layer(index)
-        np.testing.assert_allclose(
-            np.asarray(layer.k), k_TKH.swapaxes(0, 1)[:, : len(cache)], atol=2e-5
-        )
-        np.testing.assert_allclose(
-            np.asarray(layer.v), v_TKH.swapaxes(0, 1)[:, : len(cache)], atol=2e-5
-        )
+        for found, want_TKH in zip((layer.k, layer.v), keys_values, strict=True):
+            want_KTH = want_TKH.swapaxes(0, 1)[:, : len(cache)]
+            np.testing.assert_allclose(np.asarray(found), want_KTH, atol=2e-5)
     heads_per_device = kv.layer(0).k.sharding.shard_shape(kv.layer(0).k.shape)[0]
     assert heads_per_device == 1, "two kv heads over four devices: one each, twice"
-    assert kv.norms().shape == (2, 2, 2, len(prompt))
+    assert kv.norms().shape == (2, 2, 2, len(kv))
 
 
 def test_several_caches_and_sessions_live_at_once_and_a_cache_in_the_hand_never_changes(
-    engine: Engine, golden: tuple[list[int], list[int]]
+    engine: Engine, golden: Expected
 ) -> None:
-    prompt, greedy = golden
     first, second = (
-        engine.prefill(prompt, layout=PrefillLayout(tp=4)),
-        engine.prefill(prompt[::-1], layout=PrefillLayout(tp=4)),
+        engine.prefill(prompt, layout=TP4) for prompt in (golden.prompt, golden.prompt[::-1])
     )
     before = np.asarray(first.layer(0).k)
-    with (
-        engine.create_session("a", layout=DecoderLayout(dp=2)) as a,
-        engine.create_session("b", layout=DecoderLayout(dp=2)) as b,
-    ):
+    with engine.create_session("a", layout=DP2) as a, engine.create_session("b", layout=DP2) as b:
         a.push(first)
         b.push(second)
         half = engine.generate_tokens(a, 4)
         other = engine.generate_tokens(b, 4)
         rest = engine.generate_tokens(a, 4)
-        assert half.token_ids + rest.token_ids == tuple(greedy[:8])
+        assert half.token_ids + rest.token_ids == tuple(golden.greedy[:8])
         assert len(rest.step_seconds) == 4 and rest.finish_reason is FinishReason.LENGTH
         assert engine.generate_tokens(second, 4).token_ids == other.token_ids, (
             "decoding on the prefill mesh, from the cache alone"
@@ -149,36 +112,29 @@ def test_several_caches_and_sessions_live_at_once_and_a_cache_in_the_hand_never_
 
 
 def test_a_seeded_choice_does_not_depend_on_where_its_first_token_is_chosen(
-    engine: Engine, golden: tuple[list[int], list[int]]
+    engine: Engine, golden: Expected, kv: KVCache
 ) -> None:
-    greedy_kv = engine.prefill(golden[0], layout=PrefillLayout(tp=4))
-    seeded_kv = engine.prefill(golden[0], layout=PrefillLayout(tp=4), temperature=1.5, seed=7)
-    with engine.create_session("s", layout=DecoderLayout(dp=2)) as session:
+    seeded = {"temperature": 1.5, "seed": 7}
+    with engine.create_session("s", layout=DP2) as session:
         streams = []
-        for kv in (greedy_kv, seeded_kv):
-            session.push(kv)
-            streams.append(engine.generate_tokens(session, 6, temperature=1.5, seed=7).token_ids)
-        assert streams[0] == streams[1] != tuple(golden[1][:6])
+        for cache in (kv, engine.prefill(golden.prompt, layout=TP4, **seeded)):
+            session.push(cache)
+            streams.append(engine.generate_tokens(session, 6, **seeded).token_ids)
+        assert streams[0] == streams[1] != tuple(golden.greedy[:6])
         assert session.next_token.logprobs is None
 
 
 def test_generation_ends_where_the_context_does(engine: Engine) -> None:
-    kv = engine.prefill([3] * (CONTEXT_TOKENS - 2), layout=PrefillLayout(tp=4))
-    with engine.create_session("s", layout=DecoderLayout(dp=2)) as session:
+    kv = engine.prefill([3] * (CONTEXT_TOKENS - 2), layout=TP4)
+    with engine.create_session("s", layout=DP2) as session:
         session.push(kv)
-        with pytest.raises(
-            InvalidRequestError,
-            match=(
-                "max_new_tokens=5 and the 110 tokens so far exceed the context of 112; ask for at m"
-            ),
-        ):
+        said = "max_new_tokens=5 and the 110 tokens so far exceed the context of 112; ask for at m"
+        with pytest.raises(InvalidRequestError, match=said):
             engine.generate_tokens(session, 5)
         assert len(engine.generate_tokens(session).token_ids) == 2
+        said = "session 's' holds 112 tokens, which is all of the context"
         for asked in (None, 5):
-            with pytest.raises(
-                InvalidRequestError,
-                match="session 's' holds 112 tokens, which is all of the context",
-            ):
+            with pytest.raises(InvalidRequestError, match=said):
                 engine.generate_tokens(session, asked)
     with pytest.raises(InvalidRequestError, match="max_new_tokens=3 and the 110 tokens"):
         engine.generate_tokens(kv, 3)
@@ -195,9 +151,7 @@ def test_decoder_layouts_follow_from_dp_and_ep() -> None:
             DecoderLayout(**wrong)
 
 
-def test_what_cannot_be_is_refused_by_name(
-    engine: Engine, golden: tuple[list[int], list[int]]
-) -> None:
+def test_what_cannot_be_is_refused_by_name(engine: Engine, kv: KVCache) -> None:
     with pytest.raises(LayoutError, match="needs dp \\* tp = 16 devices, and there are 8"):
         engine.create_session("s", layout=DecoderLayout(dp=16))
     with pytest.raises(ConfigError, match="no tokenizer"):
@@ -209,15 +163,14 @@ def test_what_cannot_be_is_refused_by_name(
         ([1] * 113, "113 tokens"),
     ):
         with pytest.raises(InvalidRequestError, match=message):
-            engine.prefill(prompt, layout=PrefillLayout(tp=4))  # type: ignore[arg-type]
+            engine.prefill(prompt, layout=TP4)  # type: ignore[arg-type]
     with pytest.raises(InvalidRequestError, match="'nobody' is not open"):
         engine.pull("nobody")
-    session = engine.create_session("s", layout=DecoderLayout(dp=2))
+    session = engine.create_session("s", layout=DP2)
     with pytest.raises(InvalidRequestError, match="open already"):
         engine.create_session("s")
     with pytest.raises(InvalidRequestError, match="holds no KV"):
         engine.generate_tokens(session)
-    kv = engine.prefill(golden[0], layout=PrefillLayout(tp=4))
     with pytest.raises(InvalidRequestError, match="layer 2"):
         kv.layer(2)
     session.close()
@@ -226,12 +179,8 @@ def test_what_cannot_be_is_refused_by_name(
 
 
 def test_a_push_without_room_leaves_the_session_as_it_was(engine: Engine) -> None:
-    long, layout = (
-        engine.prefill([5] * CONTEXT_TOKENS, layout=PrefillLayout(tp=4)),
-        DecoderLayout(dp=2),
-    )
-    short = engine.prefill([5], layout=PrefillLayout(tp=4))
-    sessions = [engine.create_session(str(number), layout=layout) for number in range(9)]
+    long, short = (engine.prefill([5] * size, layout=TP4) for size in (CONTEXT_TOKENS, 1))
+    sessions = [engine.create_session(str(number), layout=DP2) for number in range(9)]
     for session in sessions[:8]:
         session.push(long)
     with pytest.raises(OverloadedError, match="close sessions"):
@@ -241,23 +190,6 @@ def test_a_push_without_room_leaves_the_session_as_it_was(engine: Engine) -> Non
     assert sessions[0].token_ids == long.token_ids
     for session in sessions:
         session.close()
-
-
-@pytest.mark.slow
-def test_a_model_of_experts_gives_the_same_tokens_from_tp_with_ep_to_dp_with_ep() -> None:
-    expected = hugging_face("qwen3_moe")
-    with open_engine("qwen3_moe") as engine:
-        kv = engine.prefill(expected.prompt, layout=PrefillLayout(tp=4, ep=4))
-        session = engine.create_session("s", layout=DecoderLayout(dp=4, ep=4))
-        session.push(kv)
-        assert (
-            list(engine.generate_tokens(session, NEW_TOKENS).token_ids)
-            == expected.greedy[:NEW_TOKENS]
-        )
-
-
-def _ledgers(engine: Engine) -> list[PageLedger]:
-    return [ledger for instance in engine.instances for ledger in instance.ledgers]
 
 
 @pytest.mark.ci
@@ -282,6 +214,5 @@ def test_logits_that_are_not_finite_are_an_error_and_no_token() -> None:
             "a call that fails leaves the session as it was"
         )
         session.close()
-        assert [ledger.free_pages for ledger in _ledgers(engine)] == [
-            ledger.total_pages for ledger in _ledgers(engine)
-        ]
+        for ledger in ledgers(engine):
+            assert ledger.free_pages == ledger.total_pages
