@@ -9,7 +9,7 @@ import shutil
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from functools import lru_cache, partial
+from functools import cache, lru_cache, partial
 from pathlib import Path
 
 import jax
@@ -228,3 +228,48 @@ def dense_greedy(
                 drafted = list(tokens)
                 break
     return tokens[len(prompt) :]
+
+
+PROMPT = (
+    "Once upon a time there was a little girl named Lily who lived in a small house near the"
+    " forest. One day she"
+)
+
+
+TOKENS = 40
+
+
+@cache
+def expected(directory: Path) -> list[int]:
+    return dense_greedy(directory, Tokenizer.from_directory(directory).encode(PROMPT), TOKENS)
+
+
+async def check(engine: EngineConfig) -> None:
+    async with running(engine) as run:
+        directory = Path(engine.model.directory)
+        await check_bytes(run, run.tokenizer.encode(PROMPT), expected(directory))
+
+
+async def check_continuations(
+    run: Running, directory: Path, starts: tuple[int, ...], counts: tuple[int, ...] = ()
+) -> None:
+    """Prompts that are beginnings of one golden text, all at once, go on as that text. With
+    `counts`, children of each prompt, rounds are repeated until sequences were preempted."""
+    prompt, greedy = golden_greedy(directory)
+    whole, children = [*prompt, *greedy], counts or (1,) * len(starts)
+    requests = [
+        run.request(
+            whole[:start],
+            f"r{index}",
+            max_tokens=len(whole) - start,
+            ignore_eos=True,
+            n=children[index],
+        )
+        for index, start in enumerate(starts)
+    ]
+    if counts:
+        done, _ = await run.complete_preempted(requests)
+    else:
+        done = await run.complete_all(requests)
+    for one, start, count in zip(done, starts, children, strict=True):
+        assert one.tokens == {child: whole[start:] for child in range(count)}

@@ -12,8 +12,7 @@ from jdisagg.config import EngineConfig, PrefixConfig
 from jdisagg.errors import DeadlineExceededError, InvalidRequestError
 from jdisagg.messages.step_commands import DecodeSteps, PrefillChunk, PutAdapter
 from jdisagg.request import Adapter, Request
-from models.peft_folder import adapter_digest
-from tests.end_to_end.adapters import ATTENTION, merged, write_adapter
+from tests.end_to_end.adapters import ATTENTION, merged, named, with_slots, write_adapter
 from tests.end_to_end.clusters import (
     LLAMA,
     MOE,
@@ -30,20 +29,6 @@ WORDS = (
     " red ball under the big tree"
 )
 TOKENS = 10
-
-
-def with_slots(
-    engine: EngineConfig, slots: int, rank: int = 8, experts: bool = False
-) -> EngineConfig:
-    prefill, decode = (
-        replace(side, adapters=slots, adapter_rank=rank, adapter_experts=experts)
-        for side in (engine.prefill, engine.decode)
-    )
-    return replace(engine, prefill=prefill, decode=decode)
-
-
-def named(folder: Path, name: str = "") -> Adapter:
-    return Adapter(name or folder.name, str(folder), adapter_digest(folder))
 
 
 @dataclass

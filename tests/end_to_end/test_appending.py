@@ -20,9 +20,9 @@ from jdisagg.model_api import Device
 from jdisagg.router.cluster_state import Description
 from models.tokenizer import Tokenizer
 from tests import time_scale
-from tests.end_to_end import test_prefix_reuse
 from tests.end_to_end.clusters import LLAMA, config, dense_greedy, running
-from tests.end_to_end.test_cluster import PROMPT, all_free, cluster, wait_until
+from tests.end_to_end.conversations import Conversations, reference
+from tests.end_to_end.process_clusters import PROMPT, all_free, cluster, wait_until
 from tests.lanes import first_ci
 from tests.router.fleets import H100
 from tests.worker.test_appending import SLOW
@@ -68,7 +68,7 @@ async def test_what_the_decode_mesh_appends_changes_no_token(
     engine = replace(engine, routing=replace(engine.routing, hold_seconds=1e9, local_gain=0.0))
     streams = []
     async with running(engine, kind=Priced) as run:
-        talk = test_prefix_reuse.Conversations(run, seed=11)
+        talk = Conversations(run, seed=11)
         for _ in range(WAVES):
             asked = talk.wave(REQUESTS)
             done = await run.complete_all(asked)
@@ -79,7 +79,7 @@ async def test_what_the_decode_mesh_appends_changes_no_token(
         assert max(appended(run.recording.prefill)) > APPEND
         counters = run.cluster._workers[1].counters
         assert counters["tokens_appended"] == sum(computed)
-    assert streams == await test_prefix_reuse.reference()
+    assert streams == await reference()
 
 
 @pytest.mark.ci
@@ -89,7 +89,7 @@ async def test_nothing_is_compiled_after_warm_up_where_the_decode_mesh_appends()
     )
     engine = replace(engine, prefix=PrefixConfig(True, 16, append_tokens=APPEND))
     async with running(engine) as run:
-        talk, before = test_prefix_reuse.Conversations(run, seed=2), run.cluster.compilations
+        talk, before = Conversations(run, seed=2), run.cluster.compilations
         history = talk.words(100)
         for turn in range(4):
             done = await run.complete(

@@ -11,25 +11,15 @@ from pathlib import Path
 
 import pytest
 
-from jdisagg.config import LimitsConfig, Mode, PrefixConfig
+from jdisagg.config import Mode, PrefixConfig
 from jdisagg.images import PromptImage
 from jdisagg.request import Request
-from tests import time_scale
-from tests.end_to_end.clusters import (
-    Running,
-    assert_all_free,
-    config,
-    golden_copy,
-    golden_greedy,
-    running,
-)
-from tests.end_to_end.two_decoders import TwoDecoders
+from tests.end_to_end.clusters import Running, config, golden_copy, golden_greedy, running
+from tests.end_to_end.two_decoders import LEASES, TwoDecoders, until_all_free
 from tests.fakes.cluster import Collected
 from tests.golden.images import golden_images, other_image
 
 LENGTHS = (24, 3, 31, 8, 40, 9, 53, 17)  # prompt lengths; a chunk has 32 tokens
-# For hand-offs while programs compile; what a dead worker held of others is free afterwards.
-LEASES = LimitsConfig(pull_seconds=60.0, handoff_lease_seconds=10.0, reservation_lease_seconds=60.0)
 
 
 def mixed_requests(
@@ -64,16 +54,6 @@ def mixed_requests(
 
 def streams(done: list[Collected]) -> list[object]:
     return [(one.tokens, one.finish) for one in done]
-
-
-async def until_all_free(run: Running) -> None:
-    """What a dead worker held of the others is free when its lease has ended."""
-    async with asyncio.timeout(time_scale.seconds(60)):
-        while True:
-            try:
-                return await assert_all_free(run.cluster)
-            except AssertionError:
-                continue
 
 
 @pytest.mark.slow

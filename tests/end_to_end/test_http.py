@@ -13,9 +13,8 @@ from jdisagg.config import LimitsConfig, ServiceConfig
 from jdisagg.request import Grammar, GrammarKind
 from jdisagg.timeouts import RequestTimeouts, Timeouts
 from tests.end_to_end.clusters import config
-from tests.end_to_end.doors import Served, served
+from tests.end_to_end.doors import SENTENCE, Served, mixed_requests, served
 from tests.end_to_end.schemas import random_schema
-from tests.end_to_end.test_service import SENTENCE, mixed_requests
 from tests.service.doors import FakePath
 from tests.service.http.test_http_equals_grpc import both
 from tests.service.http_doors import HttpDoor, request

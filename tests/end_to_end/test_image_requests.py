@@ -5,7 +5,6 @@ import base64
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from jdisagg.chat.images import ChatImage
@@ -14,18 +13,13 @@ from jdisagg.config import Mode, ServiceConfig
 from jdisagg.images import PromptImage
 from tests.end_to_end.clusters import config
 from tests.end_to_end.doors import served
+from tests.end_to_end.pictures import file
 from tests.golden.images import golden_images, other_image
 from tests.service.doors import FakePath
 from tests.service.http_doors import HttpDoor
-from tests.vision import data_url, file_of, seeing_checkpoint, written
+from tests.vision import data_url, seeing_checkpoint, written
 
 GREEDY: Any = {"ignore_eos": True, "return_token_ids": True}
-
-
-def file(image: PromptImage, patch: int = 2) -> bytes:
-    """A PNG file of an image that needs no resize."""
-    height, width = (size * patch for size in image.grid[1:])
-    return file_of(np.frombuffer(image.pixels, np.uint8).reshape(height, width, 3))
 
 
 def texts(prompt: list[int], images: tuple[PromptImage, ...]) -> list[str]:

@@ -5,49 +5,19 @@ tokens, and of blocks that are kept."""
 
 import asyncio
 import shutil
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from jdisagg.config import EngineConfig, Mode, PrefixConfig
+from jdisagg.config import Mode, PrefixConfig
 from jdisagg.errors import InvalidRequestError
-from jdisagg.images import PromptImage
-from jdisagg.messages.step_commands import PrefillChunk, PrefillRow
-from jdisagg.request import Request
 from models import vision_config
-from tests.end_to_end.clusters import GOLDEN, LLAMA, Running, config, golden_copy, running
+from tests.end_to_end.clusters import GOLDEN, LLAMA, config, running
 from tests.end_to_end.other_weights import perturbed
+from tests.end_to_end.pictures import DEEP, PIXTRAL, QWEN, SIZES, asked, engine, rows
 from tests.end_to_end.two_decoders import TwoDecoders
 from tests.golden.images import golden_images, other_image
-
-QWEN, PIXTRAL, DEEP = "qwen3_5_images", "mistral3_images", "qwen3_vl_images"
-SIZES = {"context": 256, "slots": 4, "chunk": 16}
-
-
-def engine(folder: Path, name: str, mode: Mode, **more: object) -> EngineConfig:
-    directory = golden_copy(name, folder)
-    how = {"prefill": "tp=1", "decode": "tp=1", **SIZES, **more}
-    made = config(mode, directory=directory, **how)  # type: ignore[arg-type]
-    return replace(made, prefix=PrefixConfig(True, 16, host_gib=0))
-
-
-def asked(
-    run: Running,
-    prompt: Sequence[int],
-    images: tuple[PromptImage, ...],
-    name: str = "r",
-    **sampling: object,
-) -> Request:
-    options = {"max_tokens": 12, "ignore_eos": True, **sampling}
-    return replace(run.request(prompt, name, **options), images=images)
-
-
-def rows(run: Running) -> list[PrefillRow]:
-    commands = [*run.recording.prefill, *run.recording.decode]
-    chunks = [getattr(one, "chunk", one) for one in commands]
-    return [row for one in chunks if isinstance(one, PrefillChunk) for row in one.rows]
 
 
 @pytest.mark.parametrize(

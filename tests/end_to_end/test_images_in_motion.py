@@ -14,10 +14,9 @@ from jdisagg.request import CachedTokens
 from jdisagg.worker import disk_tier, host_pieces
 from tests import time_scale
 from tests.end_to_end.clusters import Running, config, running
-from tests.end_to_end.test_fetch_from_decode import Returning
-from tests.end_to_end.test_image_requests import file
-from tests.end_to_end.test_images import DEEP, PIXTRAL, QWEN, asked, engine
-from tests.end_to_end.test_prefix_reuse import on_disk_alone, push_out
+from tests.end_to_end.conversations import on_disk_alone, push_out
+from tests.end_to_end.fetching import Returning
+from tests.end_to_end.pictures import DEEP, PIXTRAL, QWEN, asked, engine, file
 from tests.end_to_end.two_prefills import TwoPrefills
 from tests.golden.images import golden_images, other_image
 from tests.vision import seeing_checkpoint

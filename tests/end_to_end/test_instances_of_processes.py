@@ -17,7 +17,7 @@ from jdisagg.messages.worker_status import WorkerRole
 from jdisagg.service.internal.role_services import worker_roles
 from tests import time_scale
 from tests.end_to_end.clusters import LLAMA, MOE
-from tests.end_to_end.test_cluster import PROMPT, ROOT, RunningCluster, ask, cluster
+from tests.end_to_end.process_clusters import PROMPT, ROOT, RunningCluster, ask, cluster
 from tests.programs import CACHE_FLAG
 
 pytestmark = pytest.mark.ci

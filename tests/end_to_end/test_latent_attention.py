@@ -15,7 +15,7 @@ from jdisagg.engine.research.face import DecoderLayout, Engine, MeshSizes, Prefi
 from jdisagg.layout.axes import Layout
 from models.checkpoint import LoadedModel, load_model
 from tests.end_to_end.clusters import GOLDEN, config, golden_copy, golden_greedy, running
-from tests.end_to_end.test_prefix_reuse import push_out
+from tests.end_to_end.conversations import push_out
 from tests.lanes import first_ci
 
 # The second one has an indexer, whose keys are cached beside the latents.

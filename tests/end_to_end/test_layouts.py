@@ -7,7 +7,6 @@ pairwise choice runs by default, in which every two settings meet; `pytest -m sl
 
 import itertools
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -15,13 +14,12 @@ import pytest
 
 from jdisagg.config import EngineConfig, Mode
 from jdisagg.worker.own_prefills import OwnPrefills
-from models.tokenizer import Tokenizer
 from tests.end_to_end.clusters import (
     MOE,
-    Running,
+    check,
     check_bytes,
+    check_continuations,
     config,
-    dense_greedy,
     golden_copy,
     golden_greedy,
     running,
@@ -29,12 +27,6 @@ from tests.end_to_end.clusters import (
 from tests.end_to_end.pairwise import pairwise
 from tests.golden.arrays import arrays_of
 from tests.lanes import first_ci, first_quick
-
-PROMPT = (
-    "Once upon a time there was a little girl named Lily who lived in a small house near the"
-    " forest. One day she"
-)
-TOKENS = 40
 
 PREFILLS = ("tp=1", "tp=2", "tp=4", "dp=2,tp=2", "dp=4")
 DECODES = ("tp=1", "dp=2", "dp=4", "dp=2,tp=2")
@@ -50,17 +42,6 @@ ONE_MESH = (
     CHUNKS,
 )
 ci, slow = pytest.mark.ci, pytest.mark.slow
-
-
-@cache
-def expected(directory: Path) -> list[int]:
-    return dense_greedy(directory, Tokenizer.from_directory(directory).encode(PROMPT), TOKENS)
-
-
-async def check(engine: EngineConfig) -> None:
-    async with running(engine) as run:
-        directory = Path(engine.model.directory)
-        await check_bytes(run, run.tokenizer.encode(PROMPT), expected(directory))
 
 
 def engine_of(
@@ -233,31 +214,6 @@ async def test_prompts_that_wait_for_prompts_of_other_ranks_give_the_same_tokens
     async with running(replace(sizes, decode=gathers)) as run:
         await check_continuations(run, directory, (24, 51, 40, 33, 45))
     assert True in waited and not waited[-1], "the prompt waited, and then did not"
-
-
-async def check_continuations(
-    run: Running, directory: Path, starts: tuple[int, ...], counts: tuple[int, ...] = ()
-) -> None:
-    """Prompts that are beginnings of one golden text, all at once, go on as that text. With
-    `counts`, children of each prompt, rounds are repeated until sequences were preempted."""
-    prompt, greedy = golden_greedy(directory)
-    whole, children = [*prompt, *greedy], counts or (1,) * len(starts)
-    requests = [
-        run.request(
-            whole[:start],
-            f"r{index}",
-            max_tokens=len(whole) - start,
-            ignore_eos=True,
-            n=children[index],
-        )
-        for index, start in enumerate(starts)
-    ]
-    if counts:
-        done, _ = await run.complete_preempted(requests)
-    else:
-        done = await run.complete_all(requests)
-    for one, start, count in zip(done, starts, children, strict=True):
-        assert one.tokens == {child: whole[start:] for child in range(count)}
 
 
 @pytest.mark.parametrize(

@@ -29,10 +29,17 @@ from launch.model import loader
 from models.checkpoint import load_model
 from models.parameter_tree import with_arrays
 from tests.end_to_end.clusters import LLAMA, MOE, config, dense_greedy, running
-from tests.end_to_end.other_weights import perturbed
+from tests.end_to_end.other_weights import (
+    TOKENS,
+    WORDS,
+    ask,
+    cold,
+    device_bytes,
+    perturbed,
+    versions,
+)
 from tests.end_to_end.pairwise import pairwise
 from tests.end_to_end.process_matrix.cases import DECODES, DTYPES, PREFILLS
-from tests.end_to_end.test_weights_in_place import TOKENS, WORDS, ask, cold, device_bytes, versions
 from tests.end_to_end.trainer import SPLITS, Trainer, trainer, trainers
 from tests.lanes import first_ci, first_quick
 

@@ -15,10 +15,10 @@ import numpy as np
 import pytest
 
 from jdisagg.ops.kv_pages import kept_dtype
+from tests.end_to_end.close_choices import check_parted
 from tests.end_to_end.clusters import LLAMA, dense_greedy
 from tests.end_to_end.process_matrix.cases import ALL, CHUNK_TOKENS, NEW_TOKENS, PAIRWISE, Case
 from tests.end_to_end.process_matrix.processes import PROMPT_IDS, Matrix, in_process, two_processes
-from tests.end_to_end.test_bfloat16 import check_parted
 from tests.lanes import first_ci
 
 pytestmark = pytest.mark.ci

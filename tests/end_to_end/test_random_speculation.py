@@ -11,12 +11,12 @@ from jdisagg.config import Mode
 from jdisagg.request import Grammar, GrammarKind, Request
 from jdisagg.scheduler.draft_worth import DraftWorth
 from tests.end_to_end.clusters import LLAMA, Running, config, running
-from tests.end_to_end.test_speculation import KnowingDrafter as KnowingDrafter
-from tests.end_to_end.test_speculation import counted, knowing, learn, same_logprobs, streams
+from tests.end_to_end.drafts import KnowingDrafter as KnowingDrafter
+from tests.end_to_end.drafts import counted, learn, same_logprobs
+from tests.end_to_end.mixed_requests import streams
 from tests.fakes.cluster import Collected
 from tests.models.next_token_checkpoints import eagle_head
 
-__all__ = ["knowing"]
 COUNT = 430  # requests, with some 520 streams
 WORDS = ("the", "cat", "sat", "on", "a", "mat", "and", "Tom", "saw", "one", "red", "ball", "in")
 GRAMMARS = (

@@ -22,8 +22,8 @@ from jdisagg.messages.roles import SwitchState
 from jdisagg.messages.worker_status import WorkerRole
 from jdisagg.service.internal.role_services import cluster_roles
 from tests import time_scale
+from tests.end_to_end.process_clusters import ROOT, RunningCluster, all_free, cluster, wait_until
 from tests.end_to_end.role_switch import Change, change, load, shifted
-from tests.end_to_end.test_cluster import ROOT, RunningCluster, all_free, cluster, wait_until
 
 PREFILL, DECODE = WorkerRole.PREFILL, WorkerRole.DECODE
 CONCURRENT = 3

@@ -2,7 +2,6 @@
 deadlines, full queues."""
 
 import asyncio
-import random
 from contextlib import aclosing
 from dataclasses import replace
 from itertools import accumulate
@@ -19,15 +18,10 @@ from jdisagg.messages.step_commands import DecodeSteps
 from jdisagg.request import FinishReason
 from jdisagg.service.grpc import common_pb2, generation_pb2, generation_pb2_grpc
 from tests.end_to_end.clusters import LLAMA, collect, config, dense_greedy
-from tests.end_to_end.doors import Served, served
+from tests.end_to_end.doors import Served, answers, mixed_requests, served
 from tests.fakes.cluster import Collected
 
 pytestmark = [pytest.mark.ci, pytest.mark.asyncio(loop_scope="module")]
-
-SENTENCE = (
-    "once upon a time there was a little dog who lived in the forest and it liked to play with a"
-    " red ball"
-)
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -36,33 +30,6 @@ async def door():
         config(context=256, slots=4, limits=LimitsConfig(handoff_lease_seconds=5.0))
     ) as door:
         yield door
-
-
-def mixed_requests(count: int, seed: int) -> list[GenerateOptions]:
-    """Greedy and seeded, short and long, stop strings, two children, logprobs; each its own."""
-    rng, words = random.Random(seed), SENTENCE.split()
-    requests: list[GenerateOptions] = []
-    for index in range(count):
-        text = " ".join(rng.choice(words) for _ in range(rng.choice((1, 3, 9, 30, 80))))
-        options = GenerateOptions(
-            prompt=text, temperature=0.0, max_tokens=rng.choice((1, 2, 7, 20, 45))
-        )  # type: ignore[typeddict-unknown-key]
-        if index % 2:
-            options |= GenerateOptions(temperature=0.9, top_p=0.95, seed=rng.getrandbits(30))
-        if index % 5 == 1:
-            options["n"] = 2
-        if index % 4 == 2:
-            options["stop"] = ["the", "\n"]
-        if index % 7 == 3:
-            options["logprobs"] = 2
-        if index % 3:
-            options["ignore_eos"] = True
-        requests.append(options)
-    return requests
-
-
-def answers(done: Completion) -> list[tuple[object, ...]]:
-    return [(choice.token_ids, choice.text, choice.finish_reason) for choice in done.choices]
 
 
 async def test_a_hundred_streams_at_once_give_each_what_it_gets_alone(door: Served):

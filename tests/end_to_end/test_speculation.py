@@ -2,23 +2,20 @@
 alone on a mesh that verifies none."""
 
 import asyncio
-import random
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import pytest
 
-from jdisagg.config import EngineConfig, Mode
+from jdisagg.config import Mode
 from jdisagg.messages.step_commands import DecodeSteps
 from jdisagg.request import Request
-from jdisagg.scheduler import speculation
-from jdisagg.scheduler.draft_worth import DraftWorth
-from jdisagg.scheduler.sequences import Sequence
-from tests.end_to_end import test_forced_tokens, test_token_identity
+from tests.end_to_end import grammar_requests
 from tests.end_to_end.clusters import MOE, Running, config, golden_copy, running
-from tests.end_to_end.test_families_in_storms import LEASES, until_all_free
-from tests.end_to_end.two_decoders import TwoDecoders
+from tests.end_to_end.drafts import KnowingDrafter, counted, learn, same_logprobs, speculating
+from tests.end_to_end.mixed_requests import mixed_requests, streams
+from tests.end_to_end.two_decoders import LEASES, TwoDecoders, until_all_free
 from tests.fakes.cluster import Collected
 from tests.models.next_token_checkpoints import eagle_head, with_next_token_layer
 
@@ -27,76 +24,11 @@ small = partial(config, context=256, slots=4, chunk=32)
 PATIENTLY = replace(LEASES, step_seconds=600.0)
 
 
-class KnowingDrafter:
-    """Predicts the known streams of requests, with some wrong tokens: a part `errors` of all."""
-
-    source, kinds, on_mesh = "ngram", 1, False
-    streams: dict[str, dict[int, list[int]]] = {}
-    errors = 0.3
-
-    def __init__(self) -> None:
-        self._random = random.Random(5)
-
-    def draft(self, child: Sequence, most: int) -> speculation.Draft | None:
-        known = self.streams.get(child.group.request.request_id, {}).get(child.child, [])
-        coming = known[len(child.generated) : len(child.generated) + most]
-        wrong = [
-            token if self._random.random() > self.errors else self._random.randrange(300)
-            for token in coming
-        ]
-        return speculation.Draft(0, tuple(wrong)) if wrong else None
-
-
-@pytest.fixture
-def knowing(monkeypatch: pytest.MonkeyPatch) -> type[KnowingDrafter]:
-    """Drafts that are verified in every step, whether or not this saves time."""
-    monkeypatch.setattr(speculation, "NgramDrafter", KnowingDrafter)
-    monkeypatch.setattr(DraftWorth, "pays", lambda self, gain: True)
-    return KnowingDrafter
-
-
-@pytest.fixture
-def always(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The drafts of the mesh itself, verified in every step, whether or not this saves time."""
-    monkeypatch.setattr(DraftWorth, "pays", lambda self, gain: True)
-
-
-def speculating(engine: EngineConfig, source: str = "ngram") -> EngineConfig:
-    return replace(engine, decode=replace(engine.decode, speculate=source))
-
-
-def streams(done: list[Collected]) -> list[object]:
-    return [(one.tokens, one.text, one.finish) for one in done]
-
-
-def counted(run: Running, name: str) -> int:
-    return sum(worker.counters[f"{name}_tokens"] for worker in run.cluster._workers)
-
-
-def learn(knowing: type[KnowingDrafter], asked: list[Request], done: list[Collected]) -> None:
-    knowing.streams = {
-        request.request_id: {child: list(tokens) for child, tokens in one.tokens.items()}
-        for request, one in zip(asked, done, strict=True)
-    }
-
-
-def same_logprobs(done: list[Collected], expected: list[Collected]) -> None:
-    for one, other in zip(done, expected, strict=True):
-        assert one.logprobs.keys() == other.logprobs.keys()
-        for child, values in one.logprobs.items():
-            assert len(values) == len(other.logprobs[child])
-            for value, wanted in zip(values, other.logprobs[child], strict=True):
-                assert value.logprob == pytest.approx(wanted.logprob, abs=1e-4)
-                assert [token for token, _ in value.top] == [token for token, _ in wanted.top]
-
-
 def all_requests(run: Running) -> list[Request]:
     """Greedy and seeded, penalties, log-probabilities, bias, stops, least tokens, n = 2, schemas
     and regular expressions."""
-    plain = [
-        one for one in test_token_identity.mixed_requests(run) if len(one.prompt_token_ids) < 130
-    ]
-    return [*plain, *test_forced_tokens.requests(run)]
+    plain = [one for one in mixed_requests(run) if len(one.prompt_token_ids) < 130]
+    return [*plain, *grammar_requests.requests(run)]
 
 
 _expected: list[Collected] = []
@@ -332,7 +264,7 @@ async def test_drafts_of_experts_change_no_stream(knowing: type[KnowingDrafter])
     done: list[list[Collected]] = []
     for one in (engine, speculating(engine)):
         async with running(one) as run:
-            asked = test_forced_tokens.requests(run)
+            asked = grammar_requests.requests(run)
             if done:
                 learn(knowing, asked, done[0])
             done.append(await run.complete_all(asked))

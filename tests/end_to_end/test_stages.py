@@ -17,15 +17,17 @@ from models.tokenizer import Tokenizer
 from tests.end_to_end.clusters import (
     LLAMA,
     MOE,
+    PROMPT,
     check_bytes,
+    check_continuations,
     config,
     dense_greedy,
+    expected,
     golden_copy,
     running,
 )
-from tests.end_to_end.test_cluster import all_free, cluster, wait_until
-from tests.end_to_end.test_layouts import PROMPT, check_continuations, expected
-from tests.end_to_end.test_token_identity import mixed_requests, reference, streams
+from tests.end_to_end.mixed_requests import mixed_requests, reference, streams
+from tests.end_to_end.process_clusters import all_free, cluster, wait_until
 from tests.end_to_end.two_decoders import TwoDecoders
 from tests.lanes import first_ci
 

@@ -15,13 +15,14 @@ from jdisagg.ops import device_layout
 from tests.end_to_end.clusters import (
     LLAMA,
     MOE,
+    PROMPT,
     check_bytes,
     config,
+    expected,
     golden_copy,
     golden_greedy,
     running,
 )
-from tests.end_to_end.test_layouts import PROMPT, expected
 from tests.lanes import first_ci
 
 

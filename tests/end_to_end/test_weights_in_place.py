@@ -2,7 +2,6 @@
 and clusters that started with the new weights."""
 
 import asyncio
-import gc
 import json
 import threading
 import time
@@ -16,7 +15,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from jdisagg import weights
-from jdisagg.config import EngineConfig, Mode, PrefixConfig
+from jdisagg.config import Mode, PrefixConfig
 from jdisagg.engine.replica import Replica
 from jdisagg.errors import DeadlineExceededError, JdisaggError
 from jdisagg.messages.step_commands import (
@@ -31,37 +30,25 @@ from jdisagg.messages.step_commands import (
 from jdisagg.messages.weights import UpdateMode
 from jdisagg.model_api import Model
 from tests import time_scale
-from tests.end_to_end.adapters import merged, write_adapter
+from tests.end_to_end.adapters import merged, named, with_slots, write_adapter
 from tests.end_to_end.clusters import LLAMA, MOE, Running, collect, config, dense_greedy, running
-from tests.end_to_end.other_weights import flip, perturbed, with_sums
-from tests.end_to_end.test_adapters import named, with_slots
+from tests.end_to_end.other_weights import (
+    PAGES,
+    TOKENS,
+    WORDS,
+    ask,
+    cold,
+    device_bytes,
+    flip,
+    perturbed,
+    versions,
+    with_sums,
+)
 from tests.fakes.cluster import Collected
 from tests.lanes import first_ci
 from tests.models.next_token_checkpoints import with_next_token_layer
 
-WORDS = (
-    "once upon a time there was a little dog who lived in the forest and it liked to play with a"
-    " red ball under the big tree"
-)
-TOKENS = 10
-PAGES = PrefixConfig(reuse=True, grain_tokens=16, append_tokens=0, host_gib=0)
 MADE = ("draft layer", "adapters", "stages", "int8", "experts", "fp8 kv")  # from weights
-
-
-async def ask(run: Running, name: str, prompt: str = WORDS, **sampling: object) -> Collected:
-    options: dict[str, object] = {"max_tokens": TOKENS, "ignore_eos": True, "logprobs": 2}
-    return await run.complete(run.request(prompt, name, **(options | sampling)))
-
-
-async def cold(engine: EngineConfig, directory: Path) -> Collected:
-    """The answer of a cluster that started with these weights."""
-    engine = replace(engine, model=replace(engine.model, directory=str(directory)))
-    async with running(engine) as run:
-        return await ask(run, "cold")
-
-
-async def versions(run: Running) -> set[str]:
-    return {status.weights for status in await run.cluster.status()}
 
 
 async def test_after_an_update_answers_and_log_probabilities_are_those_of_a_cold_start(
@@ -464,24 +451,6 @@ def leaves(replica: Replica | None) -> list[np.ndarray]:
         for number, leaf in enumerate(part.leaves)
         if number not in {place.leaf for place in part.stacks}
     ]
-
-
-def device_bytes(run: Running) -> int:
-    """Bytes of the arrays on the cluster's devices. Arrays may share buffers."""
-    gc.collect()
-    meshes = {
-        device
-        for replica in run.cluster.replicas
-        for mesh in replica.loaded.meshes
-        for device in mesh.devices.flat
-    }
-    buffers = {
-        (shard.device.id, shard.data.unsafe_buffer_pointer()): shard.data.nbytes
-        for array in jax.live_arrays()
-        for shard in array.addressable_shards
-        if shard.device in meshes
-    }
-    return sum(buffers.values())
 
 
 @pytest.mark.ci

@@ -13,7 +13,7 @@ from models.tokenizer import Tokenizer
 from tests import time_scale
 from tests.end_to_end.clusters import LLAMA, dense_greedy
 from tests.end_to_end.other_weights import flip, perturbed, with_sums
-from tests.end_to_end.test_cluster import PROMPT, cluster
+from tests.end_to_end.process_clusters import PROMPT, cluster
 from tests.end_to_end.trainer import trainer
 
 TOKENS, LONG = 8, 400

@@ -28,8 +28,8 @@ from tests.end_to_end.clusters import (
     golden_greedy,
     running,
 )
-from tests.end_to_end.test_prefix_reuse import decode_forgets
-from tests.end_to_end.test_state_reuse import converse
+from tests.end_to_end.conversations import decode_forgets
+from tests.end_to_end.short_turns import converse
 from tests.end_to_end.two_prefills import SECOND, TwoPrefills
 
 WINDOW = 9  # of all of these models

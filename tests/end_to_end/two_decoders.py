@@ -4,7 +4,7 @@ import asyncio
 from dataclasses import replace
 
 from jdisagg.assembly import Crash, Crashable, Worker
-from jdisagg.config import EngineConfig
+from jdisagg.config import EngineConfig, LimitsConfig
 from jdisagg.dispatch.request_context import ClusterPorts
 from jdisagg.dispatch.token_stream import Detokenizer
 from jdisagg.engine.embedded import EmbeddedCluster
@@ -13,6 +13,8 @@ from jdisagg.grammar.compiler import GrammarCompiler
 from jdisagg.layout.axes import Layout
 from jdisagg.messages.worker_status import WorkerRole
 from jdisagg.worker.decode_worker import DecodeWorker
+from tests import time_scale
+from tests.end_to_end.clusters import Running, assert_all_free
 
 SECOND = "second"
 
@@ -62,3 +64,17 @@ class TwoDecoders(EmbeddedCluster):
             await asyncio.sleep(0.001)
         self.crash.dead.set()
         return running
+
+
+# For hand-offs while programs compile; what a dead worker held of others is free afterwards.
+LEASES = LimitsConfig(pull_seconds=60.0, handoff_lease_seconds=10.0, reservation_lease_seconds=60.0)
+
+
+async def until_all_free(run: Running) -> None:
+    """What a dead worker held of the others is free when its lease has ended."""
+    async with asyncio.timeout(time_scale.seconds(60)):
+        while True:
+            try:
+                return await assert_all_free(run.cluster)
+            except AssertionError:
+                continue
