@@ -82,7 +82,7 @@ def merged(folder: Path, base: Path, adapter: Path) -> Path:
 
 
 def with_slots(
-    engine: EngineConfig, slots: int, rank: int = 8, experts: bool = False
+    engine: EngineConfig, slots: int = 3, rank: int = 8, experts: bool = False
 ) -> EngineConfig:
     prefill, decode = (
         replace(side, adapters=slots, adapter_rank=rank, adapter_experts=experts)

@@ -8,8 +8,9 @@ from dataclasses import replace
 from jdisagg.config import EngineConfig, Mode, PrefixConfig
 from jdisagg.request import Request
 from tests import time_scale
-from tests.end_to_end.clusters import Running, config, running
+from tests.end_to_end.clusters import Running, running
 from tests.fakes.cluster import Collected
+from tests.shapes import config
 
 WORDS = ("once upon a time there was a little dog who lived in the forest").split()  # noqa: SIM905
 
@@ -117,7 +118,7 @@ _REFERENCE: list[object] = []
 
 async def reference() -> list[object]:
     if not _REFERENCE:
-        streams, _, cached = await converse(config(Mode.UNIFIED, decode="tp=1"))
+        streams, _, cached = await converse(config(Mode.UNIFIED))
         assert cached == 0
         _REFERENCE.extend(streams)
     return _REFERENCE

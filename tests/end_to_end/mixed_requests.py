@@ -4,8 +4,9 @@ import random
 
 from jdisagg.config import Mode
 from jdisagg.request import Request
-from tests.end_to_end.clusters import Running, config, running
+from tests.end_to_end.clusters import Running, running
 from tests.fakes.cluster import Collected
+from tests.shapes import config
 
 SENTENCE = (
     "once upon a time there was a little dog who lived in the forest and it liked to play with a"
@@ -71,7 +72,7 @@ _REFERENCE: list[object] = []
 async def reference() -> list[object]:
     """One by one, unified, on one device."""
     if not _REFERENCE:
-        async with running(config(Mode.UNIFIED, decode="tp=1")) as run:
+        async with running(config(Mode.UNIFIED)) as run:
             _REFERENCE.extend(
                 streams([await run.complete(request) for request in mixed_requests(run)])
             )

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -10,19 +11,25 @@ from jdisagg.config import EngineConfig, Mode, PrefixConfig
 from jdisagg.images import PromptImage
 from jdisagg.messages.step_commands import PrefillChunk, PrefillRow
 from jdisagg.request import Request
-from tests.end_to_end.clusters import Running, config, golden_copy
+from tests.end_to_end.clusters import Running, golden_copy
+from tests.shapes import config
 from tests.vision import file_of
 
 QWEN, PIXTRAL, DEEP = "qwen3_5_images", "mistral3_images", "qwen3_vl_images"
 
 
-SIZES = {"context": 256, "slots": 4, "chunk": 16}
+SEEING: dict[str, Any] = {
+    "prefill": "tp=1",
+    "decode": "tp=1",
+    "context": 256,
+    "slots": 4,
+    "chunk": 16,
+}
 
 
 def engine(folder: Path, name: str, mode: Mode, **more: object) -> EngineConfig:
     directory = golden_copy(name, folder)
-    how = {"prefill": "tp=1", "decode": "tp=1", **SIZES, **more}
-    made = config(mode, directory=directory, **how)  # type: ignore[arg-type]
+    made = config(mode, directory=directory, **(SEEING | more))
     return replace(made, prefix=PrefixConfig(True, 16, host_gib=0))
 
 

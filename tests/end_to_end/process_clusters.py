@@ -18,8 +18,9 @@ from jdisagg.client import Client
 from jdisagg.errors import JdisaggError
 from models.tokenizer import Tokenizer
 from tests import time_scale
-from tests.end_to_end.clusters import LLAMA, dense_greedy
+from tests.end_to_end.clusters import dense_greedy
 from tests.programs import CACHE_FLAG
+from tests.shapes import LLAMA
 
 ROOT = Path(__file__).resolve().parents[2]
 

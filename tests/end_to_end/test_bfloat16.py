@@ -11,7 +11,8 @@ import pytest
 
 from jdisagg.config import Mode
 from tests.end_to_end.close_choices import EPSILON, Streams, check_parted, margins
-from tests.end_to_end.clusters import LLAMA, MOE, config, running
+from tests.end_to_end.clusters import running
+from tests.shapes import DECODE, LLAMA, MOE, PREFILL, config
 
 PROMPTS = (
     "Once upon a time",
@@ -46,17 +47,15 @@ async def greedy_streams(engine: object, at_once: bool = True) -> Streams:
 @pytest.mark.parametrize(
     ("directory", "prefill", "decode"),
     [
-        pytest.param(LLAMA, "tp=2", "dp=2,tp=2", id="dense"),
+        pytest.param(LLAMA, PREFILL, DECODE, id="dense"),
         pytest.param(MOE, "dp=1,tp=4,ep=4", "dp=4,tp=1,ep=4", id="experts", marks=pytest.mark.slow),
     ],
 )
 async def test_layouts_part_only_where_the_choice_was_close(directory, prefill, decode):
     """Which prompts share a chunk, and so which programs run, is a matter of the moment when all
     are asked at once."""
-    reference = await greedy_streams(
-        config(Mode.UNIFIED, decode="tp=1", directory=directory, dtype="bfloat16")
-    )
-    split = config(Mode.DISAGGREGATED, prefill, decode, directory=directory, dtype="bfloat16")
+    reference = await greedy_streams(config(Mode.UNIFIED, directory=directory, dtype="bfloat16"))
+    split = config(prefill=prefill, decode=decode, directory=directory, dtype="bfloat16")
     check_parted(directory, reference, await greedy_streams(split))
     alone = await greedy_streams(split, at_once=False)
     check_parted(directory, reference, alone)
@@ -68,7 +67,5 @@ async def test_layouts_part_only_where_the_choice_was_close(directory, prefill, 
 @pytest.mark.ci
 async def test_most_choices_are_not_close():
     """Else the test above could not fail."""
-    [(prompt, tokens), *_] = await greedy_streams(
-        config(Mode.UNIFIED, decode="tp=1", dtype="bfloat16")
-    )
+    [(prompt, tokens), *_] = await greedy_streams(config(Mode.UNIFIED, dtype="bfloat16"))
     assert np.mean(margins(LLAMA, prompt, tokens) > EPSILON) > 0.5

@@ -14,10 +14,11 @@ import pytest
 from jdisagg.config import Mode, PrefixConfig
 from jdisagg.images import PromptImage
 from jdisagg.request import Request
-from tests.end_to_end.clusters import Running, config, golden_copy, golden_greedy, running
+from tests.end_to_end.clusters import Running, golden_copy, golden_greedy, running
 from tests.end_to_end.two_decoders import LEASES, TwoDecoders, until_all_free
 from tests.fakes.cluster import Collected
 from tests.golden.images import golden_images, other_image
+from tests.shapes import config
 
 LENGTHS = (24, 3, 31, 8, 40, 9, 53, 17)  # prompt lengths; a chunk has 32 tokens
 
@@ -87,7 +88,7 @@ async def test_a_storm_changes_no_stream(
         prompt, greedy = golden_greedy(directory)
         whole = [*prompt, *greedy]
     sizes = {"directory": directory, "context": 128, "slots": 6, "chunk": 32}
-    alone = config(Mode.UNIFIED, decode="tp=1", **sizes)  # type: ignore[arg-type]
+    alone = config(Mode.UNIFIED, **sizes)  # type: ignore[arg-type]
     storm = config(
         prefill=prefill, decode=decode, decode_page=4, pages=34, growth=1, limits=LEASES, **sizes
     )  # type: ignore[arg-type]

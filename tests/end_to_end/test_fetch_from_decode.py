@@ -9,9 +9,10 @@ import pytest
 
 from jdisagg.config import Mode, PrefixConfig
 from jdisagg.request import Request
-from tests.end_to_end.clusters import Running, assert_all_free, config, running
+from tests.end_to_end.clusters import Running, assert_all_free, running
 from tests.end_to_end.conversations import Conversations
 from tests.end_to_end.fetching import Returning
+from tests.shapes import config
 
 # of prompts of 150, 70 and 40 tokens and answers of 20, less the newest token
 WHOLE_BLOCKS = (160, 80, 48)
@@ -41,11 +42,10 @@ async def two_turns(run: Running, between: Callable[[], None]) -> tuple[list[obj
 
 @pytest.mark.ci
 async def test_what_is_fetched_from_the_decode_mesh_changes_no_token() -> None:
-    async with running(config(Mode.UNIFIED, decode="tp=1")) as alone:
+    async with running(config(Mode.UNIFIED)) as alone:
         expected, cached = await two_turns(alone, lambda: None)
         assert cached == [0, 0, 0]
-    engine = config(prefill="tp=2", decode="dp=2", prefill_page=16, decode_page=8)
-    engine = replace(engine, prefix=PrefixConfig(True, 16, peer_fetch=True))
+    engine = replace(config(), prefix=PrefixConfig(True, 16, peer_fetch=True))
     async with running(engine, kind=Returning) as run:
         cluster = run.cluster
         assert isinstance(cluster, Returning)

@@ -2,22 +2,21 @@
 steps through them one by one."""
 
 import asyncio
-from functools import partial
 from pathlib import Path
 
 import pytest
 
-from jdisagg.config import Mode
+from jdisagg.config import EngineConfig, Mode
 from jdisagg.request import Grammar, GrammarKind
 from jdisagg.scheduler import executor as limits_of
-from tests.end_to_end.clusters import LLAMA, MOE, Running, config, golden_copy, running
+from tests.end_to_end.clusters import Running, golden_copy, running
 from tests.end_to_end.grammar_requests import requests
 from tests.end_to_end.two_decoders import LEASES, TwoDecoders, until_all_free
 from tests.fakes.cluster import Collected
+from tests.lanes import first_ci
+from tests.shapes import FAMILY, FEW_PAGES, LLAMA, MOE, config
 
 pytestmark = pytest.mark.ci
-
-small = partial(config, context=256, slots=4, chunk=32)
 
 
 def streams(done: list[Collected]) -> list[object]:
@@ -40,7 +39,7 @@ async def one_by_one(monkeypatch: pytest.MonkeyPatch, directory: Path = LLAMA) -
     if directory not in _expected:
         with monkeypatch.context() as patch:
             patch.setattr(limits_of, "LONGEST_RUN", 1)
-            engine = small(Mode.UNIFIED, decode="tp=1", directory=directory)
+            engine = config(Mode.UNIFIED, directory=directory)
             async with running(engine, first_device=4) as run:
                 done = [await run.complete(request) for request in requests(run)]
                 assert forced(run) == 0
@@ -49,28 +48,24 @@ async def one_by_one(monkeypatch: pytest.MonkeyPatch, directory: Path = LLAMA) -
 
 
 @pytest.mark.parametrize(
-    ("mode", "prefill", "decode", "steps"),
-    [
-        pytest.param(Mode.UNIFIED, "", "tp=1", 1, marks=pytest.mark.slow),
-        pytest.param(Mode.CHUNKED, "", "dp=2,tp=2", 4, marks=pytest.mark.slow),
-        (Mode.DISAGGREGATED, "tp=2", "dp=2", 1),
-        pytest.param(Mode.DISAGGREGATED, "pp=2", "pp=2", 1, marks=pytest.mark.slow),
-    ],
+    ("engine",),
+    first_ci(
+        [(config(),), (config(Mode.CHUNKED, steps=4),), (config(prefill="pp=2", decode="pp=2"),)]
+    ),
+    ids=("two meshes", "one mesh", "stages"),
 )
-async def test_runs_change_no_stream(
-    mode: Mode, prefill: str, decode: str, steps: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_runs_change_no_stream(engine: EngineConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = await one_by_one(monkeypatch)
-    engine = small(mode, prefill or "tp=1", decode, steps=steps)
     async with running(engine) as run:
         done = await run.complete_all(requests(run))
         assert streams(done) == expected
         assert forced(run) > 100
 
 
+@pytest.mark.slow
 async def test_runs_change_no_stream_of_experts(monkeypatch: pytest.MonkeyPatch) -> None:
     expected = await one_by_one(monkeypatch, MOE)
-    engine = small(Mode.CHUNKED, "tp=1", "dp=2,ep=2", directory=MOE)
+    engine = config(Mode.CHUNKED, decode="dp=2,ep=2", directory=MOE)
     async with running(engine) as run:
         assert streams(await run.complete_all(requests(run))) == expected
         assert forced(run) > 100
@@ -94,9 +89,7 @@ async def test_runs_change_no_stream_whatever_is_kept_of_a_position(
 ) -> None:
     """Latents, windows in rings of pages, and a state, of which no position can be skipped."""
     directory = golden_copy(name, tmp_path)
-    engine = config(
-        Mode.UNIFIED, decode="dp=2", directory=directory, decode_page=4, chunk=32, context=128
-    )
+    engine = config(Mode.CHUNKED, directory=directory, **FAMILY)
     done: dict[int, list[object]] = {}
     for longest in (1, limits_of.LONGEST_RUN):
         monkeypatch.setattr(limits_of, "LONGEST_RUN", longest)
@@ -123,7 +116,7 @@ async def test_runs_of_sequences_in_a_storm_change_no_stream(
 ) -> None:
     """Too few pages, moves between two decode workers, of which one dies."""
     expected = await one_by_one(monkeypatch)
-    storm = small(prefill="tp=2", decode="dp=2", decode_page=4, pages=48, growth=1, limits=LEASES)
+    storm = config(**FEW_PAGES, limits=LEASES)
     async with running(storm, kind=TwoDecoders) as run:
         cluster = run.cluster
         assert isinstance(cluster, TwoDecoders)

@@ -12,12 +12,12 @@ import pytest_asyncio
 from jdisagg.config import LimitsConfig, ServiceConfig
 from jdisagg.request import Grammar, GrammarKind
 from jdisagg.timeouts import RequestTimeouts, Timeouts
-from tests.end_to_end.clusters import config
 from tests.end_to_end.doors import SENTENCE, Served, mixed_requests, served
 from tests.end_to_end.schemas import random_schema
 from tests.service.doors import FakePath
 from tests.service.http.test_http_equals_grpc import both
 from tests.service.http_doors import HttpDoor, request
+from tests.shapes import config
 from tests.time_scale import seconds
 
 pytestmark = [pytest.mark.ci, pytest.mark.asyncio(loop_scope="module")]
@@ -27,7 +27,7 @@ pytestmark = [pytest.mark.ci, pytest.mark.asyncio(loop_scope="module")]
 async def door():
     patient = Timeouts(request=RequestTimeouts(grammar_seconds=seconds(60)))
     limits = LimitsConfig(handoff_lease_seconds=5.0, timeouts=patient)
-    engine = config(context=256, slots=4, limits=limits)
+    engine = config(limits=limits)
     async with served(engine, ServiceConfig(port=0, http_port=0, drain_seconds=5.0)) as door:
         yield door
 
@@ -84,8 +84,8 @@ async def test_openais_client_chats(door: Served) -> None:
         stream = await client.chat.completions.create(**asked, max_tokens=20, stream=True)
         pieces = [chunk.choices[0].delta.content async for chunk in stream]
         assert whole.choices[0].message.content == "".join(piece or "" for piece in pieces)
-        with pytest.raises(openai.BadRequestError, match="context of 256"):
-            await client.chat.completions.create(**asked, max_tokens=256)
+        with pytest.raises(openai.BadRequestError, match="context of 512"):
+            await client.chat.completions.create(**asked, max_tokens=512)
 
 
 async def test_a_client_that_goes_away_while_it_decodes_frees_its_slot(door: Served) -> None:

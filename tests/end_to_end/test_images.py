@@ -13,25 +13,21 @@ import pytest
 from jdisagg.config import Mode, PrefixConfig
 from jdisagg.errors import InvalidRequestError
 from models import vision_config
-from tests.end_to_end.clusters import GOLDEN, LLAMA, config, running
+from tests.end_to_end.clusters import running
 from tests.end_to_end.other_weights import perturbed
-from tests.end_to_end.pictures import DEEP, PIXTRAL, QWEN, SIZES, asked, engine, rows
+from tests.end_to_end.pictures import DEEP, PIXTRAL, QWEN, asked, engine, rows
 from tests.end_to_end.two_decoders import TwoDecoders
 from tests.golden.images import golden_images, other_image
+from tests.shapes import GOLDEN, config
 
 
 @pytest.mark.parametrize(
     ("name", "mode"),
     [
-        (QWEN, Mode.DISAGGREGATED),
-        pytest.param(QWEN, Mode.UNIFIED, marks=pytest.mark.slow),
+        pytest.param(QWEN, Mode.DISAGGREGATED, marks=pytest.mark.ci),
         pytest.param(PIXTRAL, Mode.CHUNKED, marks=pytest.mark.ci),
-        pytest.param(QWEN, Mode.CHUNKED, marks=pytest.mark.slow),
-        pytest.param(PIXTRAL, Mode.DISAGGREGATED, marks=pytest.mark.slow),
         pytest.param(PIXTRAL, Mode.UNIFIED, marks=pytest.mark.slow),
         pytest.param(DEEP, Mode.DISAGGREGATED, marks=pytest.mark.ci),
-        pytest.param(DEEP, Mode.CHUNKED, marks=pytest.mark.slow),
-        pytest.param(DEEP, Mode.UNIFIED, marks=pytest.mark.slow),
     ],
 )
 async def test_streams_are_those_of_transformers_and_only_the_same_image_is_a_hit(
@@ -161,10 +157,10 @@ async def test_images_are_encoded_anew_after_an_update_of_the_weights_and_after_
     assert cold.logprobs == after.logprobs and cold.tokens != before.tokens
 
 
+@pytest.mark.ci
 async def test_a_model_without_an_encoder_refuses_images_by_name() -> None:
     _, images = golden_images(QWEN)
-    made = config(Mode.UNIFIED, decode="tp=1", directory=LLAMA, **SIZES)  # type: ignore[arg-type]
-    async with running(made) as run:
+    async with running(config()) as run:
         with pytest.raises(InvalidRequestError, match="no vision encoder"):
             await run.complete(asked(run, range(3, 60), images))
 

@@ -16,9 +16,9 @@ from jdisagg.messages.roles import SwitchCall
 from jdisagg.messages.worker_status import WorkerRole
 from jdisagg.service.internal.role_services import worker_roles
 from tests import time_scale
-from tests.end_to_end.clusters import LLAMA, MOE
 from tests.end_to_end.process_clusters import PROMPT, ROOT, RunningCluster, ask, cluster
 from tests.programs import CACHE_FLAG
+from tests.shapes import LLAMA, MOE
 
 pytestmark = pytest.mark.ci
 

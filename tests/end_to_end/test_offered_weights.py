@@ -28,7 +28,7 @@ from jdisagg.transfer.transfer_engine import EngineInlet
 from launch.model import loader
 from models.checkpoint import load_model
 from models.parameter_tree import with_arrays
-from tests.end_to_end.clusters import LLAMA, MOE, config, dense_greedy, running
+from tests.end_to_end.clusters import dense_greedy, greedy_beginning, running
 from tests.end_to_end.other_weights import (
     TOKENS,
     WORDS,
@@ -41,7 +41,8 @@ from tests.end_to_end.other_weights import (
 from tests.end_to_end.pairwise import pairwise
 from tests.end_to_end.process_matrix.cases import DECODES, DTYPES, PREFILLS
 from tests.end_to_end.trainer import SPLITS, Trainer, trainer, trainers
-from tests.lanes import first_ci, first_quick
+from tests.lanes import first_ci
+from tests.shapes import LLAMA, MOE, config
 
 # The source's form: tensors of a checkpoint in some sharding, or the parameters of a worker with
 # some layout.
@@ -142,7 +143,8 @@ def check(
     assert reader.bytes_moved == source.bytes_read() == planned
 
 
-@pytest.mark.parametrize(("case",), first_quick(zip(CASES), ci=3), ids=str)
+@pytest.mark.ci
+@pytest.mark.parametrize(("case",), first_ci(zip(CASES), ci=3), ids=str)
 def test_workers_of_any_layout_read_the_weights_of_any_layout_and_each_byte_once(
     source: Trainer, others: dict[str, Path], read_by: list[RemoteWeights], case
 ) -> None:
@@ -200,18 +202,14 @@ def test_likewise_in_all_combinations(
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize(
-    ("prefill", "decode", "split"),
-    first_ci([("tp=2", "dp=2", "mixed"), ("tp=4", "dp=2,tp=2", "columns")]),
-)
 async def test_a_cluster_with_weights_of_another_process_has_the_log_probabilities_of_a_cold_start(
-    source: Trainer, others: dict[str, Path], prefill: str, decode: str, split: str
+    source: Trainer, others: dict[str, Path]
 ) -> None:
-    other, engine = others["llama"], config(prefill=prefill, decode=decode)
+    other, engine = others["llama"], config()
     async with running(engine) as run:
         prompt = run.tokenizer.encode(WORDS)
         before = await ask(run, "before")
-        name = source.offer(other, split)
+        name = source.offer(other, "mixed")
         report = await run.cluster.weights.update(name, "step-1")
         assert report.weights.startswith("step-1@") and not report.failed
         after = await ask(run, "after")
@@ -311,9 +309,9 @@ async def test_workers_without_memory_for_two_copies_sleep_while_they_read(
         statuses = await run.cluster.status()
         assert not any(status.asleep for status in statuses)
         tokens = (await long).tokens[0]
-        old = dense_greedy(LLAMA, prompt, 40)
-        kept = next((at for at in range(40) if tokens[at] != old[at]), 40)
-        assert tokens[kept:] == dense_greedy(other, [*prompt, *tokens[:kept]], 40 - kept)
+        kept = greedy_beginning(LLAMA, prompt, tokens)
+        after = tokens[kept:]
+        assert greedy_beginning(other, [*prompt, *tokens[:kept]], after) == len(after)
         assert (await ask(run, "new")).tokens[0] == dense_greedy(other, prompt, TOKENS)
         with pytest.raises(JdisaggError, match="nowhere"):
             await run.cluster.weights.update("/nowhere", "bad", mode)

@@ -14,7 +14,7 @@ from jdisagg.messages.step_commands import ExtractBlock
 from jdisagg.request import Request
 from jdisagg.worker import disk_tier, host_pieces
 from tests import time_scale
-from tests.end_to_end.clusters import Running, config, running
+from tests.end_to_end.clusters import Running, running
 from tests.end_to_end.conversations import (
     Conversations,
     converse,
@@ -25,25 +25,18 @@ from tests.end_to_end.conversations import (
     with_reuse,
 )
 from tests.lanes import first_ci
+from tests.shapes import PREFILL, config
 
 
 @pytest.mark.ci
 @pytest.mark.parametrize(
-    ("mode", "prefill", "decode", "prefill_page", "decode_page"),
-    [
-        (Mode.DISAGGREGATED, "tp=2", "dp=2", 16, 8),
-        pytest.param(Mode.DISAGGREGATED, "dp=2", "tp=2", 32, 16, marks=pytest.mark.slow),
-        pytest.param(Mode.DISAGGREGATED, "pp=2", "pp=2,tp=2", 16, 8, marks=pytest.mark.slow),
-        (Mode.CHUNKED, "", "dp=2", 16, 16),
-        pytest.param(Mode.UNIFIED, "", "tp=2", 16, 8, marks=pytest.mark.slow),
-    ],
+    ("engine",),
+    first_ci(
+        [(config(),), (config(Mode.CHUNKED),), (config(prefill="pp=2", decode="pp=2,tp=2"),)], ci=2
+    ),
+    ids=("two meshes", "one mesh", "stages"),
 )
-async def test_streams_are_those_of_a_server_that_keeps_nothing(
-    mode: Mode, prefill: str, decode: str, prefill_page: int, decode_page: int
-) -> None:
-    engine = config(
-        mode, prefill or "tp=1", decode, prefill_page=prefill_page, decode_page=decode_page
-    )
+async def test_streams_are_those_of_a_server_that_keeps_nothing(engine: EngineConfig) -> None:
     streams, run, cached = await converse(with_reuse(engine))
     assert streams == await reference()
     assert cached > 0
@@ -52,15 +45,12 @@ async def test_streams_are_those_of_a_server_that_keeps_nothing(
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize(
-    ("prefill", "decode"),
-    first_ci([("dp=2,tp=2", "tp=2"), ("tp=2", "dp=2"), ("pp=2,tp=2", "tp=2")]),
-)
+@pytest.mark.parametrize(("prefill",), first_ci([(PREFILL,), ("dp=2,tp=2",), ("pp=2,tp=2",)]))
 async def test_streams_are_the_same_when_the_prefill_mesh_keeps_them_in_host_memory(
-    prefill: str, decode: str
+    prefill: str,
 ) -> None:
     """Its pages have room for one long prompt, and the decode worker forgets."""
-    engine = config(Mode.DISAGGREGATED, prefill, decode, prefill_page=16)
+    engine = config(prefill=prefill)
     engine = replace(
         engine,
         prefill=replace(engine.prefill, pages_per_rank=32),
@@ -77,9 +67,10 @@ async def test_streams_are_the_same_when_the_prefill_mesh_keeps_them_in_host_mem
     assert stored.bytes == 0  # closed
 
 
+@pytest.mark.ci
 async def test_what_the_prefill_mesh_kept_is_sent_from_its_pages_and_verified() -> None:
     """The decode worker has forgotten: nothing but extracted blocks can bring it the beginning."""
-    async with running(with_reuse(config(prefill="tp=2", decode="dp=2"))) as run:
+    async with running(with_reuse(config())) as run:
         talk = Conversations(run, seed=1)
         ids = talk.words(150)
         first = await run.complete(run.request(ids, "first", max_tokens=5, ignore_eos=True))
@@ -93,10 +84,10 @@ async def test_what_the_prefill_mesh_kept_is_sent_from_its_pages_and_verified() 
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize("mode", [Mode.DISAGGREGATED, Mode.CHUNKED])
+@pytest.mark.parametrize(("mode",), first_ci([(Mode.DISAGGREGATED,), (Mode.CHUNKED,)]))
 async def test_on_a_grid_of_whole_chunks_a_hit_gives_the_bits_of_a_miss(mode: Mode) -> None:
     """In bfloat16, log-probabilities and all: one after the other, so that batches are alike."""
-    engine = config(mode, "tp=2", "tp=2", dtype="bfloat16", chunk=64)
+    engine = config(mode, dtype="bfloat16")
     heard: list[list[object]] = []
     for reuse in (False, True):
         how = with_reuse(engine, grid=64) if reuse else engine
@@ -109,7 +100,7 @@ async def test_on_a_grid_of_whole_chunks_a_hit_gives_the_bits_of_a_miss(mode: Mo
 
 def on_disk(folder: Path, prefill: str) -> EngineConfig:
     """Pages for one long prompt, and a disk behind host memory."""
-    engine = config(prefill=prefill, prefill_page=16)
+    engine = config(prefill=prefill)
     prefix = PrefixConfig(
         True, 16, host_gib=0.25, restores="always", disk_dir=str(folder), disk_gib=0.25
     )

@@ -17,18 +17,17 @@ from jdisagg.errors import DeadlineExceededError, OverloadedError
 from jdisagg.messages.step_commands import DecodeSteps
 from jdisagg.request import FinishReason
 from jdisagg.service.grpc import common_pb2, generation_pb2, generation_pb2_grpc
-from tests.end_to_end.clusters import LLAMA, collect, config, dense_greedy
+from tests.end_to_end.clusters import collect, dense_greedy
 from tests.end_to_end.doors import Served, answers, mixed_requests, served
 from tests.fakes.cluster import Collected
+from tests.shapes import LLAMA, config
 
 pytestmark = [pytest.mark.ci, pytest.mark.asyncio(loop_scope="module")]
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def door():
-    async with served(
-        config(context=256, slots=4, limits=LimitsConfig(handoff_lease_seconds=5.0))
-    ) as door:
+    async with served(config(limits=LimitsConfig(handoff_lease_seconds=5.0))) as door:
         yield door
 
 
@@ -226,9 +225,21 @@ async def test_after_all_of_it_the_service_answers_as_before(door: Served):
     )
 
 
+async def test_extremes_that_are_allowed_are_served(door: Served):
+    done = await door.client.complete(
+        "a dog", max_tokens=5, temperature=100.0, top_k=2**31 - 1, top_p=1e-9, min_p=1.0, seed=2**63 - 1, n=4, logprobs=20,  # noqa: E501
+        repetition_penalty=100.0, presence_penalty=-2.0, logit_bias=[(7, -100.0)], min_tokens=5, stop=["x"] * 16, deadline_seconds=1e300,  # noqa: E501
+        priority=-(2**31) + 1, ignore_eos=True,
+    )  # fmt: skip
+    assert [len(choice.token_ids) for choice in done.choices] == [5] * 4
+    longest = await door.client.complete(token_ids=[5] * 511)
+    assert [len(choice.token_ids) for choice in longest.choices] in ([0], [1])
+    await door.quiet()
+
+
 async def test_a_full_queue_refuses_with_a_hint_and_harms_no_one():
     limits = LimitsConfig(max_waiting_requests=3)
-    async with served(config(context=256, slots=4, limits=limits)) as door:
+    async with served(config(limits=limits)) as door:
         alone = answers(await door.client.complete("a dog", temperature=0, max_tokens=20))
         door.prefill.close()
         first = [

@@ -3,23 +3,23 @@ alone on a mesh that verifies none."""
 
 import asyncio
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import pytest
 
-from jdisagg.config import Mode
+from jdisagg.config import EngineConfig, Mode
 from jdisagg.messages.step_commands import DecodeSteps
 from jdisagg.request import Request
 from tests.end_to_end import grammar_requests
-from tests.end_to_end.clusters import MOE, Running, config, golden_copy, running
+from tests.end_to_end.clusters import Running, golden_copy, running
 from tests.end_to_end.drafts import KnowingDrafter, counted, learn, same_logprobs, speculating
 from tests.end_to_end.mixed_requests import mixed_requests, streams
 from tests.end_to_end.two_decoders import LEASES, TwoDecoders, until_all_free
 from tests.fakes.cluster import Collected
+from tests.lanes import first_ci
 from tests.models.next_token_checkpoints import eagle_head, with_next_token_layer
+from tests.shapes import FAMILY, FEW_PAGES, MOE, config
 
-small = partial(config, context=256, slots=4, chunk=32)
 # On a busy machine the first use of a program, which compiles it, takes minutes.
 PATIENTLY = replace(LEASES, step_seconds=600.0)
 
@@ -36,7 +36,7 @@ _expected: list[Collected] = []
 
 async def alone() -> list[Collected]:
     if not _expected:
-        async with running(small(Mode.UNIFIED, decode="tp=1"), first_device=4) as run:
+        async with running(config(Mode.UNIFIED), first_device=4) as run:
             _expected.extend([await run.complete(request) for request in all_requests(run)])
             assert counted(run, "drafted") == 0
     return _expected
@@ -44,20 +44,19 @@ async def alone() -> list[Collected]:
 
 @pytest.mark.ci
 @pytest.mark.parametrize(
-    ("mode", "prefill", "decode", "steps"),
-    [
-        pytest.param(Mode.UNIFIED, "tp=1", "tp=1", 1, marks=pytest.mark.slow),
-        pytest.param(Mode.CHUNKED, "tp=1", "dp=2,tp=2", 4, marks=pytest.mark.slow),
-        (Mode.DISAGGREGATED, "tp=2", "dp=2", 1),
-        pytest.param(Mode.DISAGGREGATED, "pp=2", "pp=2,tp=2", 4, marks=pytest.mark.slow),
-    ],
+    ("engine",),
+    first_ci(
+        [
+            (config(),),
+            (config(Mode.CHUNKED, steps=4),),
+            (config(prefill="pp=2", decode="pp=2,tp=2", steps=4),),
+        ]
+    ),
+    ids=("two meshes", "one mesh", "stages"),
 )
-async def test_drafts_change_no_stream(
-    mode: Mode, prefill: str, decode: str, steps: int, knowing: type[KnowingDrafter]
-) -> None:
+async def test_drafts_change_no_stream(engine: EngineConfig, knowing: type[KnowingDrafter]) -> None:
     expected = await alone()
-    engine = speculating(small(mode, prefill, decode, steps=steps))
-    async with running(engine) as run:
+    async with running(speculating(engine)) as run:
         asked = all_requests(run)
         learn(knowing, asked, expected)
         done = await run.complete_all(asked)
@@ -68,21 +67,12 @@ async def test_drafts_change_no_stream(
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize(
-    ("mode", "prefill", "decode"),
-    [
-        (Mode.DISAGGREGATED, "tp=2", "dp=2"),
-        pytest.param(Mode.UNIFIED, "tp=1", "tp=1", marks=pytest.mark.slow),
-        pytest.param(Mode.CHUNKED, "tp=1", "dp=2,tp=2", marks=pytest.mark.slow),
-    ],
-)
-async def test_drafts_of_the_next_token_layer_change_no_stream(
-    mode: Mode, prefill: str, decode: str, always: None
-) -> None:
+@pytest.mark.parametrize(("mode",), first_ci([(Mode.DISAGGREGATED,), (Mode.CHUNKED,)]))
+async def test_drafts_of_the_next_token_layer_change_no_stream(mode: Mode, always: None) -> None:
     """Of the shipped model, whose prompts' KV of the layer comes from the prefill mesh. The second
     time, prompts are in the prefix cache."""
     expected = await alone()
-    engine = speculating(small(mode, prefill, decode), "mtp")
+    engine = speculating(config(mode), "mtp")
     async with running(engine) as run:
         for _ in range(2):
             done = await run.complete_all(all_requests(run))
@@ -101,14 +91,7 @@ async def test_drafts_of_a_random_layer_change_no_stream(
 ) -> None:
     """Latents and experts, over all ranks of the decode mesh."""
     directory = with_next_token_layer(golden_copy(name, tmp_path), tmp_path)
-    engine = config(
-        Mode.DISAGGREGATED,
-        decode="dp=2,ep=2",
-        directory=directory,
-        decode_page=4,
-        chunk=32,
-        context=128,
-    )
+    engine = config(decode="dp=2,ep=2", directory=directory, **FAMILY)
     done: list[list[Collected]] = []
     for one in (engine, speculating(engine, "mtp")):
         async with running(one) as run:
@@ -130,24 +113,15 @@ async def test_drafts_of_a_random_layer_change_no_stream(
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize(
-    ("mode", "prefill", "decode"),
-    [
-        (Mode.DISAGGREGATED, "tp=2", "dp=2"),
-        pytest.param(Mode.CHUNKED, "tp=1", "tp=2", marks=pytest.mark.slow),
-        pytest.param(Mode.UNIFIED, "tp=1", "tp=1", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize(("mode",), first_ci([(Mode.DISAGGREGATED,), (Mode.CHUNKED,)]))
 async def test_drafts_of_an_eagle_head_change_no_stream(
-    mode: Mode, prefill: str, decode: str, tmp_path: Path, always: None
+    mode: Mode, tmp_path: Path, always: None
 ) -> None:
     """A random head, whose input crosses the border of two groups of layers. At a high temperature
     it often draws the token of a model with random weights."""
     directory = golden_copy("llama_tied", tmp_path)
     head = eagle_head(directory, tmp_path)
-    engine = config(
-        mode, prefill, decode, directory=directory, decode_page=4, chunk=32, context=128
-    )
+    engine = config(mode, directory=directory, **FAMILY)
     done: list[list[Collected]] = []
     for one in (engine, speculating(engine, "eagle")):
         async with running(replace(one, model=replace(one.model, draft=str(head)))) as run:
@@ -178,31 +152,23 @@ async def test_drafts_of_an_eagle_head_change_no_stream(
 async def test_the_shipped_model_takes_several_tokens_a_step_with_its_own_layer(
     always: None,
 ) -> None:
-    engine = speculating(small(Mode.DISAGGREGATED, "tp=1", "tp=1", slots=1), "mtp")
+    engine = speculating(config(), "mtp")
     async with running(engine) as run:
         (done,) = await run.complete_all([run.request("Once upon a time", max_tokens=100)])
         steps = sum(isinstance(command, DecodeSteps) for command in run.recording.decode)
     assert len(done.tokens[0]) > 1.6 * steps
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "drafts"),
-    [
-        pytest.param("gpt_oss", True, marks=pytest.mark.slow),
-        pytest.param("qwen3_next", False, marks=pytest.mark.slow),
-        pytest.param("deepseek_v3", True, marks=pytest.mark.slow),
-        pytest.param("mistral_window", True, marks=pytest.mark.slow),
-    ],
+    ("name", "drafts"), [("gpt_oss", True), ("qwen3_next", False), ("deepseek_v3", True)]
 )
 async def test_drafts_change_no_stream_whatever_is_kept_of_a_position(
     name: str, drafts: bool, tmp_path: Path, knowing: type[KnowingDrafter]
 ) -> None:
     """Windows in rings of pages, latents, and a state, which takes no drafts."""
     directory = golden_copy(name, tmp_path)
-    engine = config(
-        Mode.DISAGGREGATED, decode="dp=2", directory=directory, decode_page=4, chunk=32, context=128
-    )
+    engine = config(directory=directory, **FAMILY)
     done: list[list[Collected]] = []
     for one in (engine, speculating(engine)):
         async with running(one) as run:
@@ -235,9 +201,7 @@ async def test_drafts_of_sequences_in_a_storm_change_no_stream(
 ) -> None:
     """Too few pages, moves between two decode workers, of which one dies."""
     expected = await alone()
-    storm = small(
-        prefill="tp=2", decode="dp=2", decode_page=4, pages=64, growth=1, limits=PATIENTLY
-    )
+    storm = config(**FEW_PAGES, limits=PATIENTLY)
     async with running(speculating(storm, source), kind=TwoDecoders) as run:
         cluster = run.cluster
         assert isinstance(cluster, TwoDecoders)
@@ -260,7 +224,7 @@ async def test_drafts_of_sequences_in_a_storm_change_no_stream(
 
 @pytest.mark.slow
 async def test_drafts_of_experts_change_no_stream(knowing: type[KnowingDrafter]) -> None:
-    engine = small(Mode.CHUNKED, "tp=1", "dp=2,ep=2", directory=MOE)
+    engine = config(Mode.CHUNKED, decode="dp=2,ep=2", directory=MOE)
     done: list[list[Collected]] = []
     for one in (engine, speculating(engine)):
         async with running(one) as run:
@@ -276,7 +240,7 @@ async def test_drafts_of_experts_change_no_stream(knowing: type[KnowingDrafter])
 @pytest.mark.ci
 async def test_repeated_text_is_drafted_from_the_sequence_itself() -> None:
     """With the drafter and the decisions of a server."""
-    engine = small(Mode.UNIFIED, decode="tp=1", slots=1)
+    engine = config(Mode.UNIFIED)
     done: list[list[Collected]] = []
     for one in (engine, speculating(engine)):
         async with running(one, first_device=4) as run:

@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 
 from jdisagg.config import Mode, PrefixConfig
-from tests.end_to_end.clusters import PATIENT, config, golden_copy, running
+from tests.end_to_end.clusters import golden_copy, running
 from tests.end_to_end.conversations import one_after_the_other
 from tests.end_to_end.short_turns import SIZES, Talk, converse
+from tests.shapes import PATIENT, config
 
 
 @pytest.mark.parametrize(
@@ -19,22 +20,17 @@ from tests.end_to_end.short_turns import SIZES, Talk, converse
         pytest.param("qwen3_next", Mode.DISAGGREGATED, "tp=2", "dp=2", marks=pytest.mark.ci),
         pytest.param("qwen3_next", Mode.CHUNKED, "tp=1", "dp=2", marks=pytest.mark.slow),
         pytest.param("kimi_linear", Mode.DISAGGREGATED, "tp=2", "dp=2", marks=pytest.mark.slow),
-        pytest.param("kimi_linear", Mode.CHUNKED, "tp=2", "tp=2", marks=pytest.mark.slow),
         pytest.param("lfm2", Mode.DISAGGREGATED, "tp=2", "dp=2", marks=pytest.mark.slow),
         pytest.param("minimax", Mode.DISAGGREGATED, "tp=2", "dp=2", marks=pytest.mark.slow),
         pytest.param("qwen3_5", Mode.UNIFIED, "tp=1", "tp=2", marks=pytest.mark.slow),
-        pytest.param("nemotron_h_moe", Mode.DISAGGREGATED, "dp=2", "tp=1", marks=pytest.mark.slow),
         pytest.param("granite4_hybrid", Mode.CHUNKED, "tp=1", "dp=2", marks=pytest.mark.slow),
-        pytest.param("granite4_hybrid", Mode.UNIFIED, "tp=1", "tp=1", marks=pytest.mark.slow),
     ],
 )
 async def test_streams_are_those_of_a_server_that_keeps_nothing(
     name: str, mode: Mode, prefill: str, decode: str, tmp_path: Path
 ) -> None:
     directory = golden_copy(name, tmp_path)
-    engine = config(
-        mode, prefill, decode, directory=directory, prefill_page=16, decode_page=8, **SIZES
-    )  # type: ignore[arg-type]
+    engine = config(mode, prefill, decode, directory=directory, **SIZES)
     alone = replace(engine, prefix=PrefixConfig())
     expected, none, _ = await converse(alone)
     streams, cached, run = await converse(replace(engine, prefix=PrefixConfig(True, 16)))
@@ -56,9 +52,7 @@ async def test_decode_workers_keep_windows_alone_and_reuse_what_other_layers_kee
 ) -> None:
     """The pages of the prefill worker have room for one long prompt; host memory has the rest."""
     directory = golden_copy(name, tmp_path)
-    engine = config(
-        prefill=prefill, decode=decode, directory=directory, prefill_page=16, decode_page=4, **SIZES
-    )  # type: ignore[arg-type]
+    engine = config(prefill=prefill, decode=decode, directory=directory, **SIZES)
     expected, none, _ = await converse(engine, waves=5)
     few = replace(engine.prefill, pages_per_rank=11)
     tiers = PrefixConfig(True, 16, host_gib=0.25, restores="always")
@@ -73,12 +67,9 @@ async def test_decode_workers_keep_windows_alone_and_reuse_what_other_layers_kee
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", [Mode.DISAGGREGATED, Mode.CHUNKED])
-async def test_on_a_grid_of_whole_chunks_a_hit_gives_the_bits_of_a_miss(
-    mode: Mode, tmp_path: Path
-) -> None:
+async def test_on_a_grid_of_whole_chunks_a_hit_gives_the_bits_of_a_miss(tmp_path: Path) -> None:
     directory = golden_copy("qwen3_next", tmp_path)
-    engine = config(mode, "tp=1", "tp=1", directory=directory, dtype="bfloat16", **SIZES)  # type: ignore[arg-type]
+    engine = config(directory=directory, dtype="bfloat16", **SIZES)
     heard: list[list[object]] = []
     for reuse in (False, True):
         prefix = PrefixConfig(True, 16, 64) if reuse else PrefixConfig()
