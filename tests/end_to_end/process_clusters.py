@@ -136,20 +136,16 @@ def healthy(running: RunningCluster) -> bool:
         return answer.status == health_pb2.HealthCheckResponse.SERVING
 
 
-def ask(running: RunningCluster, *flags: str) -> "subprocess.CompletedProcess[str]":
-    command = [
-        sys.executable,
-        "-m",
-        "launch.ask",
-        f"--target={running.address}",
-        f"--prompt={PROMPT}",
-        *flags,
-    ]
+def launched(
+    module: str, *flags: str, env: dict[str, str] | None = None
+) -> "subprocess.CompletedProcess[str]":
+    """A launch command that ends by itself."""
+    command = [sys.executable, "-m", f"launch.{module}", *flags]
+    seconds = time_scale.seconds(300)
     return subprocess.run(
-        command,
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=time_scale.seconds(120),
-        check=False,
+        command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=seconds, check=False
     )
+
+
+def ask(running: RunningCluster, *flags: str) -> "subprocess.CompletedProcess[str]":
+    return launched("ask", f"--target={running.address}", f"--prompt={PROMPT}", *flags)

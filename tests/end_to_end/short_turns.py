@@ -1,7 +1,5 @@
 """Conversations of short turns, for models with short contexts."""
 
-from typing import Any
-
 from jdisagg.config import EngineConfig
 from jdisagg.request import Request
 from tests.end_to_end.clusters import Running, running
@@ -46,6 +44,3 @@ async def converse(engine: EngineConfig, waves: int = 3) -> tuple[list[object], 
             for kept in worker._kept.snapshots:
                 assert kept.pending == 0 and kept.free + kept.filled == kept.total
     return streams, cached, run
-
-
-SIZES: dict[str, Any] = {"context": 256}

@@ -125,7 +125,7 @@ async def test_kv_is_shared_within_an_adapter_and_never_with_other_content_of_it
             assert warm.usage and warm.usage.cached_tokens >= 16
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 async def test_drafts_change_no_token_of_an_adapter(tmp_path: Path) -> None:
     folders = [write_adapter(tmp_path / f"a{seed}", LLAMA, seed) for seed in (1, 2)]
     engine = with_slots(config())

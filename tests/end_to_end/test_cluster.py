@@ -5,8 +5,6 @@ What it says is held against a dense forward pass made here. Programs are compil
 folder that all share."""
 
 import signal
-import subprocess
-import sys
 from contextlib import suppress
 from pathlib import Path
 
@@ -16,17 +14,16 @@ import pytest
 from jdisagg.client import Client
 from jdisagg.errors import UnavailableError
 from jdisagg.request import FinishReason
-from tests import time_scale
 from tests.end_to_end.clusters import collect
 from tests.end_to_end.process_clusters import (
     END_SECONDS,
     PROMPT,
-    ROOT,
     RunningCluster,
     all_free,
     ask,
     cluster,
     healthy,
+    launched,
     oracle,
     wait_until,
 )
@@ -135,35 +132,11 @@ def test_children_die_with_a_parent_that_is_killed(folder: Path):
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (
-            ("--prefill_workers=1", "--decode_workers=0"),
-            "give one prefill and one decode instance at least",
-        ),
-        (("--prefill=dp=1,tp=3", "--processes_per_instance=2"), "does not divide"),
-        (
-            ("--decode=pp=2", "--processes_per_instance=2"),
-            "pp=2 has 1 devices a pipeline stage, which --processes_per_instance=2 does not divide",
-        ),
-        (
-            ("--elastic", "--prefill=tp=4", "--processes_per_instance=2"),
-            "cannot change their roles; give each instance one process",
-        ),
-        (("--model=/nowhere",), "/nowhere"),
+def test_a_cluster_that_cannot_work_says_so_and_ends():
+    for flags, message in (
+        (("--decode_workers=0",), "give one prefill and one decode instance at least"),
         (("--set=instance.nonsense=1",), "InstanceConfig has no field 'nonsense'"),
-    ],
-)
-def test_a_cluster_that_cannot_work_says_so_and_ends(flags: tuple[str, ...], message: str):
-    command = [sys.executable, "-m", "launch.cluster", "--port=0", "--http_port=-1", *flags]
-    ended = subprocess.run(
-        command,
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=time_scale.seconds(120),
-        check=False,
-    )
-    assert ended.returncode == 1 and message in ended.stderr, ended.stderr
-    assert "Traceback" not in ended.stderr, ended.stderr
+    ):
+        ended = launched("cluster", "--port=0", "--http_port=-1", *flags)
+        assert ended.returncode == 1 and message in ended.stderr, ended.stderr
+        assert "Traceback" not in ended.stderr, ended.stderr

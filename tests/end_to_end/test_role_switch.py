@@ -7,8 +7,6 @@ tests/launch/test_role_lives.py (a real worker's lives, over gRPC),
 tests/dispatch/test_role_switcher.py and tests/simulator (changes under load, in virtual time)."""
 
 import asyncio
-import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -21,7 +19,13 @@ from jdisagg.messages.roles import SwitchState
 from jdisagg.messages.worker_status import WorkerRole
 from jdisagg.service.internal.role_services import cluster_roles
 from tests import time_scale
-from tests.end_to_end.process_clusters import ROOT, RunningCluster, all_free, cluster, wait_until
+from tests.end_to_end.process_clusters import (
+    RunningCluster,
+    all_free,
+    cluster,
+    launched,
+    wait_until,
+)
 from tests.end_to_end.role_switch import Change, change, load
 
 PREFILL, DECODE = WorkerRole.PREFILL, WorkerRole.DECODE
@@ -93,15 +97,6 @@ def check_there_and_back(
     }
 
 
-def switched(running: RunningCluster, *flags: str) -> "subprocess.CompletedProcess[str]":
-    """What `jdisagg switch_role` says."""
-    command = [sys.executable, "-m", "launch.switch_role", f"--target={running.address}", *flags]
-    seconds = time_scale.seconds(120)
-    return subprocess.run(
-        command, cwd=ROOT, capture_output=True, text=True, timeout=seconds, check=False
-    )
-
-
 def test_a_prefill_worker_becomes_a_decode_worker_and_back_under_load(
     folder: Path, kinds: list[Kind]
 ) -> None:
@@ -109,11 +104,11 @@ def test_a_prefill_worker_becomes_a_decode_worker_and_back_under_load(
         check_there_and_back(
             running, kinds, [("prefill-1", DECODE, None), ("prefill-1", PREFILL, None)]
         )
-        to_prefill = ("--worker=decode-1", "--role=prefill", "--layout=tp=1")
-        done = switched(running, *to_prefill)
+        change = (f"--target={running.address}", "--worker=decode-1", "--role=prefill")
+        done = launched("switch_role", *change, "--layout=tp=1")
         assert done.returncode == 0, done.stderr
         assert done.stdout.startswith("worker decode-1 is prefill (dp=1,tp=1,ep=1) after")
-        again = switched(running, *to_prefill)
+        again = launched("switch_role", *change)
         assert again.returncode == 1 and "is a prefill worker already" in again.stderr
         assert running.end() == 0
 

@@ -10,8 +10,8 @@ import pytest
 from jdisagg.config import Mode, PrefixConfig
 from tests.end_to_end.clusters import golden_copy, running
 from tests.end_to_end.conversations import one_after_the_other
-from tests.end_to_end.short_turns import SIZES, Talk, converse
-from tests.shapes import PATIENT, config
+from tests.end_to_end.short_turns import Talk, converse
+from tests.shapes import FAMILY, PATIENT, config
 
 
 @pytest.mark.parametrize(
@@ -30,7 +30,7 @@ async def test_streams_are_those_of_a_server_that_keeps_nothing(
     name: str, mode: Mode, prefill: str, decode: str, tmp_path: Path
 ) -> None:
     directory = golden_copy(name, tmp_path)
-    engine = config(mode, prefill, decode, directory=directory, **SIZES)
+    engine = config(mode, prefill, decode, directory=directory, **FAMILY)
     alone = replace(engine, prefix=PrefixConfig())
     expected, none, _ = await converse(alone)
     streams, cached, run = await converse(replace(engine, prefix=PrefixConfig(True, 16)))
@@ -52,7 +52,7 @@ async def test_decode_workers_keep_windows_alone_and_reuse_what_other_layers_kee
 ) -> None:
     """The pages of the prefill worker have room for one long prompt; host memory has the rest."""
     directory = golden_copy(name, tmp_path)
-    engine = config(prefill=prefill, decode=decode, directory=directory, **SIZES)
+    engine = config(prefill=prefill, decode=decode, directory=directory, **FAMILY)
     expected, none, _ = await converse(engine, waves=5)
     few = replace(engine.prefill, pages_per_rank=11)
     tiers = PrefixConfig(True, 16, host_gib=0.25, restores="always")
@@ -69,10 +69,10 @@ async def test_decode_workers_keep_windows_alone_and_reuse_what_other_layers_kee
 @pytest.mark.slow
 async def test_on_a_grid_of_whole_chunks_a_hit_gives_the_bits_of_a_miss(tmp_path: Path) -> None:
     directory = golden_copy("qwen3_next", tmp_path)
-    engine = config(directory=directory, dtype="bfloat16", **SIZES)
+    engine = config(directory=directory, dtype="bfloat16", **FAMILY)
     heard: list[list[object]] = []
     for reuse in (False, True):
-        prefix = PrefixConfig(True, 16, 64) if reuse else PrefixConfig()
+        prefix = PrefixConfig(True, 16, 32) if reuse else PrefixConfig()
         async with running(replace(engine, prefix=prefix)) as run:
             said, cached = await one_after_the_other(run, Talk(run, seed=5), (100, 20))
         assert (cached > 0) == reuse

@@ -299,29 +299,6 @@ async def test_a_folder_that_cannot_be_served_is_refused_and_the_old_weights_ser
 
 
 @pytest.mark.ci
-async def test_a_worker_that_cannot_stage_the_weights_leaves_all_workers_on_the_old_ones(
-    tmp_path: Path,
-) -> None:
-    other = perturbed(tmp_path / "other", LLAMA, 1)
-    async with running(config()) as run:
-        assert run.cluster.prefill
-        swaps = run.cluster.prefill.executor.swaps
-        source, swaps.source = swaps.source, None
-        with pytest.raises(JdisaggError, match="prefill-0.*--model"):
-            await run.cluster.weights.update(str(other), "new")
-        assert await versions(run) == {""}
-        reads = [one for one in run.recording.decode if isinstance(one, ReadWeights)]
-        assert len(reads) == 1, "the decode worker had staged them"
-        while run.cluster.decode.executor.swaps._reading is not None:
-            await asyncio.sleep(0.01)
-        expected = dense_greedy(LLAMA, run.tokenizer.encode(WORDS), TOKENS)
-        assert (await ask(run, "again")).tokens[0] == expected
-        swaps.source = source
-        await run.cluster.weights.update(str(other), "new")
-        assert len(await versions(run)) == 1
-
-
-@pytest.mark.ci
 async def test_a_reading_ends_with_its_update_and_the_next_one_begins_at_once(
     tmp_path: Path,
 ) -> None:
