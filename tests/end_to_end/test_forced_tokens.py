@@ -1,7 +1,6 @@
 """Tokens that a grammar forces are taken several per step. Every stream equals that of a mesh that
 steps through them one by one."""
 
-import asyncio
 from pathlib import Path
 
 import pytest
@@ -11,7 +10,7 @@ from jdisagg.request import Grammar, GrammarKind
 from jdisagg.scheduler import executor as limits_of
 from tests.end_to_end.clusters import Running, golden_copy, running
 from tests.end_to_end.grammar_requests import requests
-from tests.end_to_end.two_decoders import LEASES, TwoDecoders, until_all_free
+from tests.end_to_end.two_decoders import LEASES, TwoDecoders, storm
 from tests.fakes.cluster import Collected
 from tests.lanes import first_ci
 from tests.shapes import FAMILY, FEW_PAGES, LLAMA, MOE, config
@@ -116,20 +115,7 @@ async def test_runs_of_sequences_in_a_storm_change_no_stream(
 ) -> None:
     """Too few pages, moves between two decode workers, of which one dies."""
     expected = await one_by_one(monkeypatch)
-    storm = config(**FEW_PAGES, limits=LEASES)
-    async with running(storm, kind=TwoDecoders) as run:
-        cluster = run.cluster
-        assert isinstance(cluster, TwoDecoders)
-        moving = asyncio.create_task(cluster.move_some())
-        done, _ = await run.complete_preempted(
-            requests(run), enough=lambda: cluster.first.counters["sequences_moved"] > 0
-        )
-        assert streams(done) == expected
+    async with running(config(**FEW_PAGES, limits=LEASES), kind=TwoDecoders) as run:
+        cluster = await storm(run, requests, streams, expected)
         assert cluster.first.counters["forced_tokens"] > 0
         assert cluster.second.counters["forced_tokens"] > 0
-        dying = asyncio.create_task(cluster.die_when_busy())
-        done = await run.complete_all(requests(run))
-        moving.cancel()
-        assert streams(done) == expected
-        assert await asyncio.wait_for(dying, 1.0) >= 2, "nobody ran where the worker died"
-        await until_all_free(run)

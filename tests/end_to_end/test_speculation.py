@@ -1,8 +1,8 @@
 """Drafts change no stream, whatever a drafter predicts: each stream equals that of the request
 alone on a mesh that verifies none."""
 
-import asyncio
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -14,7 +14,7 @@ from tests.end_to_end import grammar_requests
 from tests.end_to_end.clusters import Running, golden_copy, running
 from tests.end_to_end.drafts import KnowingDrafter, counted, learn, same_logprobs, speculating
 from tests.end_to_end.mixed_requests import mixed_requests, streams
-from tests.end_to_end.two_decoders import LEASES, TwoDecoders, until_all_free
+from tests.end_to_end.two_decoders import LEASES, TwoDecoders, storm
 from tests.fakes.cluster import Collected
 from tests.lanes import first_ci
 from tests.models.next_token_checkpoints import eagle_head, with_next_token_layer
@@ -84,6 +84,53 @@ async def test_drafts_of_the_next_token_layer_change_no_stream(mode: Mode, alway
         assert (mode is Mode.CHUNKED) == any(one.chunk is not None for one in steps)
 
 
+@dataclass
+class Both:
+    """What a cluster gave with drafts, and one without."""
+
+    done: list[Collected]
+    without: list[Collected]
+    drafted: int
+    accepted: int
+    sources: set[str]
+
+
+async def both(
+    engine: EngineConfig,
+    source: str,
+    asked: Callable[[Running], list[Request]],
+    knowing: type[KnowingDrafter] | None = None,
+    first_device: int = 0,
+) -> Both:
+    """The streams are equal; how many were drafted is for the test to judge."""
+    async with running(engine, first_device=first_device) as run:
+        without = await run.complete_all(asked(run))
+    async with running(speculating(engine, source), first_device=first_device) as run:
+        requests = asked(run)
+        if knowing:
+            learn(knowing, requests, without)
+        done = await run.complete_all(requests)
+        labelled = [pair for worker in run.cluster._workers for pair in worker.counters.labelled()]
+        sources = {dict(labels)["source"] for name, labels in labelled if name == "drafted_tokens"}
+        drafted, accepted = counted(run, "drafted"), counted(run, "accepted")
+    assert streams(done) == streams(without)
+    return Both(done, without, drafted, accepted, sources)
+
+
+def few_requests(run: Running, step: int = 9, hot: float = 1.5, **options: object) -> list[Request]:
+    options = {"max_tokens": 50, "ignore_eos": True} | options
+    return [
+        run.request(
+            range(20, 30 + step * seed),
+            f"k{seed}",
+            seed=seed,
+            temperature=hot * (seed % 2),
+            **options,
+        )
+        for seed in range(6)
+    ]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["deepseek_v3", "glm4_moe"])
 async def test_drafts_of_a_random_layer_change_no_stream(
@@ -92,24 +139,8 @@ async def test_drafts_of_a_random_layer_change_no_stream(
     """Latents and experts, over all ranks of the decode mesh."""
     directory = with_next_token_layer(golden_copy(name, tmp_path), tmp_path)
     engine = config(decode="dp=2,ep=2", directory=directory, **FAMILY)
-    done: list[list[Collected]] = []
-    for one in (engine, speculating(engine, "mtp")):
-        async with running(one) as run:
-            asked = [
-                run.request(
-                    range(20, 30 + 9 * seed),
-                    f"k{seed}",
-                    max_tokens=50,
-                    temperature=1.5 * (seed % 2),
-                    seed=seed,
-                    ignore_eos=True,
-                )
-                for seed in range(6)
-            ]
-            done.append(await run.complete_all(asked))
-            accepted, drafted = counted(run, "accepted"), counted(run, "drafted")
-    assert streams(done[1]) == streams(done[0])
-    assert 0 < accepted < drafted
+    found = await both(engine, "mtp", few_requests)
+    assert 0 < found.accepted < found.drafted
 
 
 @pytest.mark.ci
@@ -120,32 +151,10 @@ async def test_drafts_of_an_eagle_head_change_no_stream(
     """A random head, whose input crosses the border of two groups of layers. At a high temperature
     it often draws the token of a model with random weights."""
     directory = golden_copy("llama_tied", tmp_path)
-    head = eagle_head(directory, tmp_path)
     engine = config(mode, directory=directory, **FAMILY)
-    done: list[list[Collected]] = []
-    for one in (engine, speculating(engine, "eagle")):
-        async with running(replace(one, model=replace(one.model, draft=str(head)))) as run:
-            asked = [
-                run.request(
-                    range(20, 30 + 9 * seed),
-                    f"k{seed}",
-                    max_tokens=50,
-                    temperature=1.5 * (seed % 2),
-                    seed=seed,
-                    ignore_eos=True,
-                )
-                for seed in range(6)
-            ]
-            done.append(await run.complete_all(asked))
-            accepted, drafted = counted(run, "accepted"), counted(run, "drafted")
-            sources = {
-                labels
-                for worker in run.cluster._workers
-                for name, labels in worker.counters.labelled()
-                if name == "drafted_tokens"
-            }
-    assert streams(done[1]) == streams(done[0])
-    assert 0 < accepted < drafted and sources == {(("source", "eagle"),)}
+    model = replace(engine.model, draft=str(eagle_head(directory, tmp_path)))
+    found = await both(replace(engine, model=model), "eagle", few_requests)
+    assert 0 < found.accepted < found.drafted and found.sources == {"eagle"}
 
 
 @pytest.mark.ci
@@ -167,31 +176,16 @@ async def test_drafts_change_no_stream_whatever_is_kept_of_a_position(
     name: str, drafts: bool, tmp_path: Path, knowing: type[KnowingDrafter]
 ) -> None:
     """Windows in rings of pages, latents, and a state, which takes no drafts."""
-    directory = golden_copy(name, tmp_path)
-    engine = config(directory=directory, **FAMILY)
-    done: list[list[Collected]] = []
-    for one in (engine, speculating(engine)):
-        async with running(one) as run:
-            asked = [
-                run.request(
-                    range(20, 30 + 3 * seed),
-                    f"k{seed}",
-                    max_tokens=60,
-                    temperature=float(seed % 2),
-                    seed=seed,
-                    repetition_penalty=1.0 + 0.2 * (seed == 3),
-                    logprobs=1 if seed == 4 else None,
-                    ignore_eos=True,
-                )
-                for seed in range(6)
-            ]
-            if done:
-                learn(knowing, asked, done[0])
-            done.append(await run.complete_all(asked))
-            accepted, drafted = counted(run, "accepted"), counted(run, "drafted")
-    assert streams(done[1]) == streams(done[0])
-    same_logprobs(done[1], done[0])
-    assert 50 < accepted < drafted - 50 if drafts else drafted == 0
+    engine = config(directory=golden_copy(name, tmp_path), **FAMILY)
+
+    def asked(run: Running) -> list[Request]:
+        penalised = few_requests(run, 4, repetition_penalty=1.2, logprobs=1)
+        plain = few_requests(run, 3, 1.0, max_tokens=60)
+        return [*plain, *(replace(one, request_id=f"p{one.request_id}") for one in penalised)]
+
+    found = await both(engine, "ngram", asked, knowing)
+    same_logprobs(found.done, found.without)
+    assert 50 < found.accepted < found.drafted - 50 if drafts else found.drafted == 0
 
 
 @pytest.mark.slow
@@ -201,53 +195,29 @@ async def test_drafts_of_sequences_in_a_storm_change_no_stream(
 ) -> None:
     """Too few pages, moves between two decode workers, of which one dies."""
     expected = await alone()
-    storm = config(**FEW_PAGES, limits=PATIENTLY)
-    async with running(speculating(storm, source), kind=TwoDecoders) as run:
-        cluster = run.cluster
-        assert isinstance(cluster, TwoDecoders)
-        asked = all_requests(run)
-        learn(knowing, asked, expected)
-        moving = asyncio.create_task(cluster.move_some())
-        done, _ = await run.complete_preempted(
-            asked, enough=lambda: cluster.first.counters["sequences_moved"] > 0
-        )
-        assert streams(done) == streams(expected)
-        dying = asyncio.create_task(cluster.die_when_busy())
-        done = await run.complete_all(asked)
-        moving.cancel()
-        assert streams(done) == streams(expected)
-        assert await asyncio.wait_for(dying, 1.0) >= 2, "nobody ran where the worker died"
+    engine = speculating(config(**FEW_PAGES, limits=PATIENTLY), source)
+    async with running(engine, kind=TwoDecoders) as run:
+        learn(knowing, all_requests(run), expected)
+        cluster = await storm(run, all_requests, streams, streams(expected))
         for worker in (cluster.first, cluster.second):
             assert 0 < worker.counters["accepted_tokens"] < worker.counters["drafted_tokens"]
-        await until_all_free(run)
 
 
 @pytest.mark.slow
 async def test_drafts_of_experts_change_no_stream(knowing: type[KnowingDrafter]) -> None:
     engine = config(Mode.CHUNKED, decode="dp=2,ep=2", directory=MOE)
-    done: list[list[Collected]] = []
-    for one in (engine, speculating(engine)):
-        async with running(one) as run:
-            asked = grammar_requests.requests(run)
-            if done:
-                learn(knowing, asked, done[0])
-            done.append(await run.complete_all(asked))
-            accepted, drafted = counted(run, "accepted"), counted(run, "drafted")
-    assert streams(done[1]) == streams(done[0])
-    assert 50 < accepted < drafted - 50
+    found = await both(engine, "ngram", grammar_requests.requests, knowing)
+    assert 50 < found.accepted < found.drafted - 50
 
 
 @pytest.mark.ci
 async def test_repeated_text_is_drafted_from_the_sequence_itself() -> None:
     """With the drafter and the decisions of a server."""
-    engine = config(Mode.UNIFIED)
-    done: list[list[Collected]] = []
-    for one in (engine, speculating(engine)):
-        async with running(one, first_device=4) as run:
-            prompt = "Tom and Sue saw a dog. Tom and Sue saw a cat. Tom and Sue saw a"
-            looping = {"frequency_penalty": -1.0, "ignore_eos": True}
-            asked = [run.request(prompt, "r", max_tokens=150, **looping)]
-            done.append(await run.complete_all(asked))
-            accepted = counted(run, "accepted")
-    assert streams(done[1]) == streams(done[0])
-    assert accepted > 30
+
+    def asked(run: Running) -> list[Request]:
+        prompt = "Tom and Sue saw a dog. Tom and Sue saw a cat. Tom and Sue saw a"
+        looping = {"frequency_penalty": -1.0, "ignore_eos": True}
+        return [run.request(prompt, "r", max_tokens=150, **looping)]
+
+    found = await both(config(Mode.UNIFIED), "ngram", asked, first_device=4)
+    assert found.accepted > 30

@@ -52,11 +52,15 @@ from tests.shapes import FEW_PAGES, LLAMA, MOE, config
 MADE = ("draft layer", "adapters", "stages", "int8", "experts", "fp8 kv")  # from weights
 
 
+@pytest.fixture(scope="module")
+def other(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return perturbed(tmp_path_factory.mktemp("weights") / "other", LLAMA, 1)
+
+
 @pytest.mark.ci
 async def test_after_an_update_answers_and_log_probabilities_are_those_of_a_cold_start(
-    tmp_path: Path,
+    other: Path,
 ) -> None:
-    other = perturbed(tmp_path / "other", LLAMA, 1)
     engine = replace(config(), prefix=PAGES)
     async with running(engine) as run:
         prompt = run.tokenizer.encode(WORDS)
@@ -117,9 +121,8 @@ async def with_update(
     ("mode", "prefix"), first_ci([("disaggregated", True), ("chunked", False)])
 )
 async def test_running_sequences_keep_accepted_tokens_and_continue_with_the_new_weights(
-    tmp_path: Path, mode: str, prefix: bool
+    other: Path, mode: str, prefix: bool
 ) -> None:
-    other = perturbed(tmp_path / "other", LLAMA, 1)
     engine = config(Mode(mode))
     engine = replace(engine, prefix=PAGES) if prefix else engine
     async with running(engine) as run:
@@ -138,8 +141,7 @@ async def test_running_sequences_keep_accepted_tokens_and_continue_with_the_new_
 
 
 @pytest.mark.ci
-async def test_usage_has_the_versions_of_all_children_of_a_request(tmp_path: Path) -> None:
-    other = perturbed(tmp_path / "other", LLAMA, 1)
+async def test_usage_has_the_versions_of_all_children_of_a_request(other: Path) -> None:
     async with running(config()) as run:
         await ask(run, "first", n=2)
         done, _ = await with_update(run, other, UpdateMode.RECOMPUTE, 8, 150, n=2)
@@ -153,10 +155,9 @@ async def test_usage_has_the_versions_of_all_children_of_a_request(tmp_path: Pat
 
 @pytest.mark.ci
 async def test_with_memory_for_two_copies_decode_steps_go_on_until_the_put_and_right_after_it(
-    tmp_path: Path,
+    other: Path,
 ) -> None:
     """A pause is a number of the mesh's commands: no time is measured."""
-    other = perturbed(tmp_path / "other", LLAMA, 1)
     async with running(config()) as run:
         await ask(run, "first")
         done, _ = await with_update(run, other, UpdateMode.KEEP, 5, 200)
@@ -175,8 +176,7 @@ async def test_with_memory_for_two_copies_decode_steps_go_on_until_the_put_and_r
 
 
 @pytest.mark.ci
-async def test_no_name_of_the_old_weights_is_left_anywhere(tmp_path: Path) -> None:
-    other = perturbed(tmp_path / "other", LLAMA, 1)
+async def test_no_name_of_the_old_weights_is_left_anywhere(other: Path) -> None:
     tiers = replace(PAGES, host_gib=0.05)
     async with running(replace(config(**FEW_PAGES), prefix=tiers)) as run:
         await ask(run, "first")
@@ -198,8 +198,7 @@ async def test_no_name_of_the_old_weights_is_left_anywhere(tmp_path: Path) -> No
 
 
 @pytest.mark.ci
-async def test_a_drain_ends_running_requests_with_the_old_weights_before(tmp_path: Path) -> None:
-    other = perturbed(tmp_path / "other", LLAMA, 1)
+async def test_a_drain_ends_running_requests_with_the_old_weights_before(other: Path) -> None:
     async with running(replace(config(), prefix=PAGES)) as run:
         prompt = run.tokenizer.encode(WORDS)
         await ask(run, "first")
@@ -211,9 +210,8 @@ async def test_a_drain_ends_running_requests_with_the_old_weights_before(tmp_pat
 
 @pytest.mark.ci
 async def test_sequences_that_keep_their_kv_leave_none_of_it_to_requests_after_them(
-    tmp_path: Path,
+    other: Path,
 ) -> None:
-    other = perturbed(tmp_path / "other", LLAMA, 1)
     engine = config()
     async with running(replace(engine, prefix=PAGES)) as run:
         prompt = run.tokenizer.encode(WORDS)
@@ -299,10 +297,8 @@ async def test_a_folder_that_cannot_be_served_is_refused_and_the_old_weights_ser
 
 
 @pytest.mark.ci
-async def test_a_reading_ends_with_its_update_and_the_next_one_begins_at_once(
-    tmp_path: Path,
-) -> None:
-    other, ended = perturbed(tmp_path / "other", LLAMA, 1), threading.Event()
+async def test_a_reading_ends_with_its_update_and_the_next_one_begins_at_once(other: Path) -> None:
+    ended = threading.Event()
 
     def endless(*given: object) -> tuple[str, Model]:
         check = given[-1]
@@ -464,8 +460,7 @@ async def test_a_sleeping_cluster_has_freed_weights_and_pages_and_wakes_with_bot
 
 
 @pytest.mark.ci
-async def test_a_cluster_takes_other_weights_while_it_sleeps(tmp_path: Path) -> None:
-    other = perturbed(tmp_path / "other", LLAMA, 1)
+async def test_a_cluster_takes_other_weights_while_it_sleeps(other: Path) -> None:
     async with running(config()) as run:
         prompt = run.tokenizer.encode(WORDS)
         await ask(run, "first")
@@ -503,9 +498,8 @@ async def test_running_requests_wait_for_the_end_of_a_sleep(tmp_path: Path) -> N
 @pytest.mark.ci
 @pytest.mark.parametrize(("quantized",), first_ci([("",), ("int8",)]))
 async def test_a_trainer_in_the_process_offers_sharded_arrays_and_each_byte_is_read_once_a_shard(
-    tmp_path: Path, quantized: str
+    other: Path, quantized: str
 ) -> None:
-    other = perturbed(tmp_path / "other", LLAMA, 1)
     tensors = load_file(other / "model.safetensors")
     mesh = jax.make_mesh((4,), ("x",), devices=jax.devices()[4:8])
     tree: dict[str, object] = {}
