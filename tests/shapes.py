@@ -30,7 +30,7 @@ LLAMA, MOE = TINY / "llama", TINY / "qwen3_moe"
 PREFILL, DECODE, ONE = "tp=2", "dp=2", "tp=1"
 PREFILL_PAGE, DECODE_PAGE, CHUNK, SLOTS, CONTEXT, LAYER_GROUPS = 16, 8, 64, 4, 512, 2
 FEW_PAGES: dict[str, Any] = {"pages": 56, "growth": 1, "slots": 8}
-FAMILY: dict[str, Any] = {"context": 128, "slots": 2, "chunk": 32}
+FAMILY: dict[str, Any] = {"context": 256, "slots": 2, "chunk": 32}
 
 # Without warm-up the first use of a program compiles it, which on a busy machine takes longer than
 # the default limits of a transfer and of a step.

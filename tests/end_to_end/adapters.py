@@ -4,10 +4,15 @@ merged, the oracle. Nothing here uses the code that serves adapters."""
 import json
 import shutil
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 from safetensors.numpy import load_file, save_file
+
+from jdisagg.config import EngineConfig
+from jdisagg.request import Adapter
+from models.peft_folder import adapter_digest
 
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 DENSE = (*ATTENTION, "gate_proj", "up_proj", "down_proj")
@@ -74,3 +79,17 @@ def merged(folder: Path, base: Path, adapter: Path) -> Path:
         tensors[module + ".weight"] = (weight.astype(np.float64) + change).astype(weight.dtype)
     save_file(tensors, folder / "model.safetensors")
     return folder
+
+
+def with_slots(
+    engine: EngineConfig, slots: int = 3, rank: int = 8, experts: bool = False
+) -> EngineConfig:
+    prefill, decode = (
+        replace(side, adapters=slots, adapter_rank=rank, adapter_experts=experts)
+        for side in (engine.prefill, engine.decode)
+    )
+    return replace(engine, prefill=prefill, decode=decode)
+
+
+def named(folder: Path, name: str = "") -> Adapter:
+    return Adapter(name or folder.name, str(folder), adapter_digest(folder))

@@ -9,7 +9,7 @@ import shutil
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from functools import lru_cache, partial
+from functools import cache, lru_cache, partial
 from pathlib import Path
 
 import jax
@@ -206,25 +206,71 @@ def _dense_model(directory: Path, changed_at: int) -> tuple[nnx.GraphDef, nnx.St
     return nnx.split(load_model(directory, Layout(), jax.devices()[-1:]).model)
 
 
-def dense_greedy(
-    directory: Path, prompt: Sequence[int], count: int, draft: Sequence[int] = ()
-) -> list[int]:
-    """Greedy tokens by a dense forward pass over the whole sequence.
-
-    Args:
-        draft: What the tokens are said to be. All that are right take one pass together; without a
-            draft each token takes one.
-    """
+def _following(directory: Path, tokens: Sequence[int], length: int) -> np.ndarray:
+    """The most likely next token after each of `tokens`."""
     model = _dense_model(directory, (directory / "model.safetensors").stat().st_mtime_ns)
-    end = len(prompt) + count
-    tokens, drafted = list(prompt), [*prompt, *draft[:count]]
-    while len(tokens) < end:
-        padded = np.zeros(-(-end // 128) * 128, np.int32)
-        padded[: len(drafted)] = drafted
-        following = np.asarray(_most_likely(*model, padded))
-        while len(tokens) < end:
-            tokens.append(int(following[len(tokens) - 1]))
-            if len(tokens) > len(drafted) or tokens[-1] != drafted[len(tokens) - 1]:
-                drafted = list(tokens)
-                break
+    padded = np.zeros(-(-length // 128) * 128, np.int32)
+    padded[: len(tokens)] = tokens
+    return np.asarray(_most_likely(*model, padded))
+
+
+def dense_greedy(directory: Path, prompt: Sequence[int], count: int) -> list[int]:
+    """Greedy tokens by a dense forward pass over the whole sequence, once a token."""
+    tokens = list(prompt)
+    for _ in range(count):
+        following = _following(directory, tokens, len(prompt) + count)
+        tokens.append(int(following[len(tokens) - 1]))
     return tokens[len(prompt) :]
+
+
+def greedy_beginning(directory: Path, prompt: Sequence[int], tokens: Sequence[int]) -> int:
+    """The number of first tokens that are greedy, by a single dense forward pass."""
+    whole = [*prompt, *tokens]
+    following = _following(directory, whole, len(whole))[len(prompt) - 1 : len(whole) - 1]
+    wrong = np.flatnonzero(following != np.asarray(tokens))
+    return int(wrong[0]) if len(wrong) else len(tokens)
+
+
+PROMPT = (
+    "Once upon a time there was a little girl named Lily who lived in a small house near the"
+    " forest. One day she"
+)
+
+
+TOKENS = 40
+
+
+@cache
+def expected(directory: Path) -> list[int]:
+    return dense_greedy(directory, Tokenizer.from_directory(directory).encode(PROMPT), TOKENS)
+
+
+async def check(engine: EngineConfig) -> None:
+    async with running(engine) as run:
+        directory = Path(engine.model.directory)
+        await check_bytes(run, run.tokenizer.encode(PROMPT), expected(directory))
+
+
+async def check_continuations(
+    run: Running, directory: Path, starts: tuple[int, ...], counts: tuple[int, ...] = ()
+) -> None:
+    """Prompts that are beginnings of one golden text, all at once, go on as that text. With
+    `counts`, children of each prompt, rounds are repeated until sequences were preempted."""
+    prompt, greedy = golden_greedy(directory)
+    whole, children = [*prompt, *greedy], counts or (1,) * len(starts)
+    requests = [
+        run.request(
+            whole[:start],
+            f"r{index}",
+            max_tokens=len(whole) - start,
+            ignore_eos=True,
+            n=children[index],
+        )
+        for index, start in enumerate(starts)
+    ]
+    if counts:
+        done, _ = await run.complete_preempted(requests)
+    else:
+        done = await run.complete_all(requests)
+    for one, start, count in zip(done, starts, children, strict=True):
+        assert one.tokens == {child: whole[start:] for child in range(count)}

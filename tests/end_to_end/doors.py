@@ -6,6 +6,7 @@ runs."""
 
 import asyncio
 import gc
+import random
 from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -138,3 +139,36 @@ def our_objects() -> "Counter[str]":
         for item in gc.get_objects()
         if str(type(item).__module__).startswith("jdisagg.")
     )
+
+
+SENTENCE = (
+    "once upon a time there was a little dog who lived in the forest and it liked to play with a"
+    " red ball"
+)
+
+
+def mixed_requests(count: int, seed: int) -> list[GenerateOptions]:
+    """Greedy and seeded, short and long, stop strings, two children, logprobs; each its own."""
+    rng, words = random.Random(seed), SENTENCE.split()
+    requests: list[GenerateOptions] = []
+    for index in range(count):
+        text = " ".join(rng.choice(words) for _ in range(rng.choice((1, 3, 9, 30, 80))))
+        options = GenerateOptions(
+            prompt=text, temperature=0.0, max_tokens=rng.choice((1, 2, 7, 20, 45))
+        )  # type: ignore[typeddict-unknown-key]
+        if index % 2:
+            options |= GenerateOptions(temperature=0.9, top_p=0.95, seed=rng.getrandbits(30))
+        if index % 5 == 1:
+            options["n"] = 2
+        if index % 4 == 2:
+            options["stop"] = ["the", "\n"]
+        if index % 7 == 3:
+            options["logprobs"] = 2
+        if index % 3:
+            options["ignore_eos"] = True
+        requests.append(options)
+    return requests
+
+
+def answers(done: Completion) -> list[tuple[object, ...]]:
+    return [(choice.token_ids, choice.text, choice.finish_reason) for choice in done.choices]

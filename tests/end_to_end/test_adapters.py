@@ -12,38 +12,16 @@ from jdisagg.config import EngineConfig, PrefixConfig
 from jdisagg.errors import DeadlineExceededError, InvalidRequestError
 from jdisagg.messages.step_commands import DecodeSteps, PrefillChunk, PutAdapter
 from jdisagg.request import Adapter, Request
-from models.peft_folder import adapter_digest
-from tests.end_to_end.adapters import ATTENTION, merged, write_adapter
-from tests.end_to_end.clusters import (
-    LLAMA,
-    MOE,
-    Recording,
-    Running,
-    collect,
-    config,
-    dense_greedy,
-    running,
-)
+from tests.end_to_end.adapters import ATTENTION, merged, named, with_slots, write_adapter
+from tests.end_to_end.clusters import Recording, Running, collect, dense_greedy, running
+from tests.lanes import first_ci
+from tests.shapes import DECODE, LLAMA, MOE, PREFILL, config
 
 WORDS = (
     "once upon a time there was a little dog who lived in the forest and it liked to play with a"
     " red ball under the big tree"
 )
 TOKENS = 10
-
-
-def with_slots(
-    engine: EngineConfig, slots: int, rank: int = 8, experts: bool = False
-) -> EngineConfig:
-    prefill, decode = (
-        replace(side, adapters=slots, adapter_rank=rank, adapter_experts=experts)
-        for side in (engine.prefill, engine.decode)
-    )
-    return replace(engine, prefill=prefill, decode=decode)
-
-
-def named(folder: Path, name: str = "") -> Adapter:
-    return Adapter(name or folder.name, str(folder), adapter_digest(folder))
 
 
 @dataclass
@@ -81,14 +59,9 @@ def packed(recording: Recording) -> bool:
     return together and any(sum(map(len, step.slots)) > 4 for step in steps)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
-    "prefill, decode",
-    [
-        ("tp=2", "dp=2"),
-        pytest.param("dp=2", "tp=2", marks=pytest.mark.slow),
-        pytest.param("pp=2", "pp=2,tp=2", marks=pytest.mark.slow),
-        pytest.param("dp=2,tp=2", "tp=4", marks=pytest.mark.slow),
-    ],
+    ("prefill", "decode"), first_ci([(PREFILL, DECODE), ("pp=2", "pp=2,tp=2")])
 )
 async def test_a_batch_of_the_model_and_three_adapters_equals_the_merged_checkpoints(
     tmp_path: Path, prefill: str, decode: str
@@ -98,7 +71,7 @@ async def test_a_batch_of_the_model_and_three_adapters_equals_the_merged_checkpo
         write_adapter(tmp_path / "attention", LLAMA, 2, rank=8, modules=ATTENTION, use_rslora=True),
         write_adapter(tmp_path / "queries", LLAMA, 3, rank=2, modules=("q_proj",), strength=2.0),
     ]
-    engine = with_slots(config(prefill=prefill, decode=decode), 3)
+    engine = with_slots(config(prefill=prefill, decode=decode))
     async with some(tmp_path, engine, folders) as (run, found):
         kinds = [None, *found.adapters]
         unloaded = await run.complete(request(run, "unloaded", None, logprobs=0))
@@ -139,7 +112,7 @@ async def test_kv_is_shared_within_an_adapter_and_never_with_other_content_of_it
     first = write_adapter(tmp_path / "first", LLAMA, 1)
     second = write_adapter(tmp_path / "second", LLAMA, 2)
     prefix = PrefixConfig(reuse=True, grain_tokens=16, append_tokens=0, host_gib=0)
-    engine = replace(with_slots(config(prefill="", decode=""), 2), prefix=prefix)
+    engine = replace(with_slots(config()), prefix=prefix)
     async with some(tmp_path, engine, [first, second]) as (run, found):
         kinds = [None, named(first, "mine"), named(second, "mine")]
         for number, kind in enumerate(kinds):
@@ -152,40 +125,10 @@ async def test_kv_is_shared_within_an_adapter_and_never_with_other_content_of_it
             assert warm.usage and warm.usage.cached_tokens >= 16
 
 
-@pytest.mark.ci
-async def test_kv_of_earlier_content_of_an_adapters_name_in_host_memory_and_on_disk_serves_no_one(
-    tmp_path: Path,
-) -> None:
-    folders = [write_adapter(tmp_path / f"a{seed}", LLAMA, seed) for seed in (1, 2)]
-    tiers = PrefixConfig(
-        reuse=True,
-        grain_tokens=16,
-        append_tokens=0,
-        host_gib=0.05,
-        restores="always",
-        disk_dir=str(tmp_path / "disk"),
-        disk_gib=0.05,
-    )
-    engine = replace(with_slots(config(prefill="", decode="", pages=40), 2), prefix=tiers)
-    async with some(tmp_path, engine, folders) as (run, found):
-        for number, folder in enumerate(folders, 1):
-            mine = named(folder, "mine")
-            first = await run.complete(request(run, f"first{number}", mine))
-            assert first.tokens[0] == found.answers[number]
-            assert first.usage and first.usage.cached_tokens == 0
-            for filler in range(6):  # pushes the prompt's blocks out of the pages
-                words = f"{filler} {WORDS} {filler} " * 4
-                fill = run.request(words, f"f{number}.{filler}", max_tokens=2, ignore_eos=True)
-                await run.complete(replace(fill, adapter=mine))
-            again = await run.complete(request(run, f"again{number}", mine))
-            assert again.tokens == first.tokens
-            assert again.usage and again.usage.cached_tokens >= 16
-
-
-@pytest.mark.ci
+@pytest.mark.slow
 async def test_drafts_change_no_token_of_an_adapter(tmp_path: Path) -> None:
     folders = [write_adapter(tmp_path / f"a{seed}", LLAMA, seed) for seed in (1, 2)]
-    engine = with_slots(config(prefill="", decode=""), 2)
+    engine = with_slots(config())
     engine = replace(engine, decode=replace(engine.decode, speculate="ngram"))
     async with some(tmp_path, engine, folders) as (run, found):
         kinds = [None, *found.adapters]
@@ -206,7 +149,7 @@ async def test_adapters_take_turns_in_too_few_slots_and_keep_them_while_used(
     tmp_path: Path,
 ) -> None:
     folders = [write_adapter(tmp_path / f"a{seed}", LLAMA, seed) for seed in range(3)]
-    engine = with_slots(config(prefill="", decode=""), 1)
+    engine = with_slots(config(), 1)
     async with some(tmp_path, engine, folders) as (run, found):
         asked = [request(run, f"r{one}", found.adapters[one % 3]) for one in range(6)]
         done = await run.complete_all(asked)
@@ -222,12 +165,13 @@ async def test_adapters_take_turns_in_too_few_slots_and_keep_them_while_used(
         assert collect(events).tokens[0][:TOKENS] == found.answers[1]
 
 
+@pytest.mark.ci
 async def test_an_adapter_that_cannot_be_served_fails_its_requests_by_name(tmp_path: Path) -> None:
     good = write_adapter(tmp_path / "good", LLAMA, 1)
     wide = write_adapter(tmp_path / "wide", LLAMA, 2, rank=9)
     other = write_adapter(tmp_path / "other", LLAMA, 3, modules=("embed_tokens",))
     changed = replace(named(good, "changed"), digest="0" * 64)
-    async with running(with_slots(config(prefill="", decode=""), 2)) as run:
+    async with running(with_slots(config())) as run:
         for adapter, fault in (
             (named(wide), "rank 9 of .* exceeds the server's 8"),
             (named(other), "take no adapter: model.embed_tokens"),
@@ -238,6 +182,6 @@ async def test_an_adapter_that_cannot_be_served_fails_its_requests_by_name(tmp_p
                 await run.complete(request(run, adapter.name, adapter))
         done = await run.complete(request(run, "good", named(good)))
         assert len(done.tokens[0]) == TOKENS
-    async with running(config(prefill="", decode="")) as run:
+    async with running(config()) as run:
         with pytest.raises(InvalidRequestError, match="start it with --adapters"):
             await run.complete(request(run, "good", named(good)))

@@ -10,8 +10,9 @@ from jdisagg.client import AsyncClient
 from jdisagg.errors import InvalidRequestError
 from models.tokenizer import Tokenizer
 from tests.end_to_end.adapters import merged, write_adapter
-from tests.end_to_end.clusters import LLAMA, dense_greedy
-from tests.end_to_end.test_cluster import PROMPT, cluster
+from tests.end_to_end.clusters import dense_greedy
+from tests.end_to_end.process_clusters import PROMPT, cluster
+from tests.shapes import LLAMA
 
 TOKENS = 8
 

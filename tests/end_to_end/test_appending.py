@@ -20,11 +20,11 @@ from jdisagg.model_api import Device
 from jdisagg.router.cluster_state import Description
 from models.tokenizer import Tokenizer
 from tests import time_scale
-from tests.end_to_end import test_prefix_reuse
-from tests.end_to_end.clusters import LLAMA, config, dense_greedy, running
-from tests.end_to_end.test_cluster import PROMPT, all_free, cluster, wait_until
-from tests.lanes import first_ci
+from tests.end_to_end.clusters import dense_greedy, running
+from tests.end_to_end.conversations import Conversations, reference
+from tests.end_to_end.process_clusters import PROMPT, all_free, cluster, wait_until
 from tests.router.fleets import H100
+from tests.shapes import LLAMA, config
 from tests.worker.appends import SLOW
 
 APPEND = 48
@@ -53,22 +53,13 @@ def appended(commands: Sequence[StepCommand]) -> list[int]:
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize(
-    ("prefill", "decode", "prefill_page", "decode_page"),
-    first_ci([("tp=2", "dp=2", 16, 8), ("dp=2", "tp=2", 32, 16)]),
-)
-async def test_what_the_decode_mesh_appends_changes_no_token(
-    prefill: str, decode: str, prefill_page: int, decode_page: int
-) -> None:
+async def test_what_the_decode_mesh_appends_changes_no_token() -> None:
     """Turns with n > 1, penalties, seeds and stops, several at once, beside running streams."""
-    engine = config(
-        prefill=prefill, decode=decode, prefill_page=prefill_page, decode_page=decode_page
-    )
-    engine = replace(engine, prefix=PrefixConfig(True, 16, append_tokens=APPEND))
+    engine = replace(config(), prefix=PrefixConfig(True, 16, append_tokens=APPEND))
     engine = replace(engine, routing=replace(engine.routing, hold_seconds=1e9, local_gain=0.0))
     streams = []
     async with running(engine, kind=Priced) as run:
-        talk = test_prefix_reuse.Conversations(run, seed=11)
+        talk = Conversations(run, seed=11)
         for _ in range(WAVES):
             asked = talk.wave(REQUESTS)
             done = await run.complete_all(asked)
@@ -79,17 +70,14 @@ async def test_what_the_decode_mesh_appends_changes_no_token(
         assert max(appended(run.recording.prefill)) > APPEND
         counters = run.cluster._workers[1].counters
         assert counters["tokens_appended"] == sum(computed)
-    assert streams == await test_prefix_reuse.reference()
+    assert streams == await reference()
 
 
 @pytest.mark.ci
 async def test_nothing_is_compiled_after_warm_up_where_the_decode_mesh_appends() -> None:
-    engine = config(
-        prefill="tp=1", decode="tp=2", chunk=64, slots=4, decode_page=8, context=256, warm_up=True
-    )
-    engine = replace(engine, prefix=PrefixConfig(True, 16, append_tokens=APPEND))
+    engine = replace(config(warm_up=True), prefix=PrefixConfig(True, 16, append_tokens=APPEND))
     async with running(engine) as run:
-        talk, before = test_prefix_reuse.Conversations(run, seed=2), run.cluster.compilations
+        talk, before = Conversations(run, seed=2), run.cluster.compilations
         history = talk.words(100)
         for turn in range(4):
             done = await run.complete(

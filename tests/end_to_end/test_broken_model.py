@@ -4,7 +4,6 @@ lose nothing."""
 import asyncio
 import json
 import shutil
-from dataclasses import replace
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -14,8 +13,9 @@ from safetensors.numpy import load_file, save_file
 from jdisagg.config import Mode
 from jdisagg.errors import BrokenModelError
 from jdisagg.request import Request
-from tests.end_to_end.clusters import LLAMA, Running, config, running
+from tests.end_to_end.clusters import Running, running
 from tests.lanes import first_ci
+from tests.shapes import LLAMA, config
 
 pytestmark = pytest.mark.ci
 
@@ -50,13 +50,9 @@ def poison(run: Running) -> None:
         object.__setattr__(stem, "leaves", (poisoned, *stem.leaves[1:]))
 
 
-@pytest.mark.parametrize(
-    ("mode", "kv_dtype"),
-    first_ci([(Mode.DISAGGREGATED, ""), (Mode.CHUNKED, ""), (Mode.DISAGGREGATED, "fp8")]),
-)
-async def test_a_sequence_without_finite_logits_ends_alone(mode, kv_dtype, tmp_path):
-    sizes = config(mode, "tp=1", "tp=1", directory=untied(tmp_path / "model"))
-    async with running(replace(sizes, model=replace(sizes.model, kv_dtype=kv_dtype))) as run:
+@pytest.mark.parametrize(("mode",), first_ci([(Mode.DISAGGREGATED,), (Mode.CHUNKED,)]))
+async def test_a_sequence_without_finite_logits_ends_alone(mode, tmp_path):
+    async with running(config(mode, directory=untied(tmp_path / "model"))) as run:
         spared = {"max_tokens": 60, "ignore_eos": True, "logit_bias": ((POISON, -100.0),)}
         good = [run.request(f"a dog and {name}", name, **spared) for name in ("x", "y")]
         alone = [await run.complete(request) for request in good]

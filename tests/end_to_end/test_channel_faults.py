@@ -17,8 +17,9 @@ from jdisagg.engine import embedded
 from jdisagg.transfer.channel import PullTarget, block_sharding
 from jdisagg.transfer.in_process import InProcessChannel
 from tests import time_scale
-from tests.end_to_end.clusters import Running, config, running
+from tests.end_to_end.clusters import Running, running
 from tests.fakes.cluster import Collected
+from tests.shapes import config
 
 # A busy machine takes longer than one for a sound pull, again and again.
 PULL_SECONDS = time_scale.seconds(2.0)
@@ -46,7 +47,7 @@ _EXPECTED: list[dict[int, list[int]]] = []
 async def expected() -> list[dict[int, list[int]]]:
     """One by one on one mesh; computed once."""
     if not _EXPECTED:
-        async with running(config(Mode.UNIFIED, decode="tp=1")) as run:
+        async with running(config(Mode.UNIFIED)) as run:
             _EXPECTED.extend(tokens([await run.complete(request) for request in requests(run)]))
     return _EXPECTED
 
@@ -60,10 +61,7 @@ async def under(monkeypatch: pytest.MonkeyPatch, plan: FaultPlan) -> list[dict[i
         lambda clock: FaultyChannel(InProcessChannel(clock), plan, clock),
     )
     limits = LimitsConfig(handoff_lease_seconds=3.0, pull_seconds=PULL_SECONDS, max_attempts=20)
-    async with (
-        running(config(prefill="tp=2", decode="tp=1", limits=limits)) as run,
-        asyncio.timeout(300),
-    ):
+    async with running(config(limits=limits)) as run, asyncio.timeout(300):
         return tokens(await run.complete_all(requests(run)))
 
 
@@ -90,21 +88,12 @@ FORCED: list[Mapping[tuple[str, int], Fault]] = [
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize(
-    "forced",
-    [
-        pytest.param(FORCED[0], id="lost", marks=pytest.mark.slow),
-        pytest.param(FORCED[1], id="late", marks=pytest.mark.slow),
-        pytest.param(FORCED[2], id="refused", marks=pytest.mark.slow),
-        pytest.param(FORCED[3], id="garbled"),
-    ],
-)
-async def test_each_fault_alone_changes_no_token(
-    monkeypatch: pytest.MonkeyPatch, forced: Mapping[tuple[str, int], Fault]
-):
-    plan = FaultPlan(forced=forced)
-    assert await under(monkeypatch, plan) == await expected()
-    assert set(plan.took_effect) == {(operation, fault) for (operation, _), fault in forced.items()}
+async def test_each_fault_alone_changes_no_token(monkeypatch: pytest.MonkeyPatch):
+    for forced in FORCED:
+        plan = FaultPlan(forced=forced)
+        assert await under(monkeypatch, plan) == await expected(), forced
+        faults = {(operation, fault) for (operation, _), fault in forced.items()}
+        assert set(plan.took_effect) == faults
 
 
 def test_a_garbled_block_differs_in_one_value_of_the_rank_that_receives():

@@ -3,7 +3,6 @@ workers must fit and have a unique name. The others get the reason, and a worker
 refuse ends."""
 
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -11,8 +10,15 @@ import pytest
 from jdisagg.client import Client
 from jdisagg.errors import JdisaggError, UnauthenticatedError
 from jdisagg.supervisor.supervisor import EXIT_CONFIG
-from tests import time_scale
-from tests.end_to_end.test_cluster import PROMPT, ROOT, SMALL, RunningCluster, ask, cluster, oracle
+from tests.end_to_end.process_clusters import (
+    PROMPT,
+    SMALL,
+    RunningCluster,
+    ask,
+    cluster,
+    launched,
+    oracle,
+)
 from tests.service.test_credentials import OPENSSL, certificates_in
 
 pytestmark = pytest.mark.ci
@@ -20,23 +26,7 @@ pytestmark = pytest.mark.ci
 
 def worker(running: RunningCluster, *flags: str) -> "subprocess.CompletedProcess[str]":
     """One more worker for a running cluster, until it ends."""
-    command = [
-        sys.executable,
-        "-m",
-        "launch.worker",
-        "--role=mixed",
-        f"--router={running.address}",
-        *SMALL,
-        *flags,
-    ]
-    return subprocess.run(
-        command,
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=time_scale.seconds(120),
-        check=False,
-    )
+    return launched("worker", "--role=mixed", f"--router={running.address}", *SMALL, *flags)
 
 
 @pytest.mark.skipif(OPENSSL is None, reason="openssl makes the certificates")

@@ -25,7 +25,8 @@ from jdisagg.request import Grammar, GrammarKind, Request, SamplingParams
 from launch.grammars import grammar_compiler
 from launch.model import loader
 from models.tokenizer import Tokenizer
-from tests.end_to_end.clusters import LLAMA, collect, config
+from tests.end_to_end.clusters import collect
+from tests.shapes import LLAMA, config, share_programs
 
 pytestmark = pytest.mark.ci
 
@@ -54,10 +55,12 @@ class Stream:
 
 
 def built() -> EmbeddedCluster:
-    engine = config(prefill="tp=2", decode="dp=2")
+    engine = config()
     cluster = EmbeddedCluster(
         engine, loader(str(LLAMA), engine.model.dtype), TOKENIZER, jax.devices()
     )
+    for replica in cluster.replicas:
+        share_programs(replica.executor)
     cluster.constrain(grammar_compiler(str(LLAMA)))
     return cluster
 

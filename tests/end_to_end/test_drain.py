@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from jdisagg.client import AsyncClient
-from tests.end_to_end.test_cluster import END_SECONDS, PROMPT, RunningCluster, cluster
+from tests.end_to_end.process_clusters import END_SECONDS, PROMPT, RunningCluster, cluster
 from tests.service.doors import eventually
 from tests.service.http_doors import Answer, events, parse, request
 

@@ -5,31 +5,21 @@ quantized weights).
 between two decode workers one of which dies, have the streams of each alone on one mesh without
 reuse. All pages and slots of state are free at the end."""
 
-import asyncio
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from jdisagg.config import LimitsConfig, Mode, PrefixConfig
+from jdisagg.config import Mode, PrefixConfig
 from jdisagg.images import PromptImage
 from jdisagg.request import Request
-from tests import time_scale
-from tests.end_to_end.clusters import (
-    Running,
-    assert_all_free,
-    config,
-    golden_copy,
-    golden_greedy,
-    running,
-)
-from tests.end_to_end.two_decoders import TwoDecoders
+from tests.end_to_end.clusters import Running, golden_copy, golden_greedy, running
+from tests.end_to_end.two_decoders import LEASES, TwoDecoders, storm
 from tests.fakes.cluster import Collected
 from tests.golden.images import golden_images, other_image
+from tests.shapes import config
 
 LENGTHS = (24, 3, 31, 8, 40, 9, 53, 17)  # prompt lengths; a chunk has 32 tokens
-# For hand-offs while programs compile; what a dead worker held of others is free afterwards.
-LEASES = LimitsConfig(pull_seconds=60.0, handoff_lease_seconds=10.0, reservation_lease_seconds=60.0)
 
 
 def mixed_requests(
@@ -66,16 +56,6 @@ def streams(done: list[Collected]) -> list[object]:
     return [(one.tokens, one.finish) for one in done]
 
 
-async def until_all_free(run: Running) -> None:
-    """What a dead worker held of the others is free when its lease has ended."""
-    async with asyncio.timeout(time_scale.seconds(60)):
-        while True:
-            try:
-                return await assert_all_free(run.cluster)
-            except AssertionError:
-                continue
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "weights", "prefill", "decode"),
@@ -107,34 +87,22 @@ async def test_a_storm_changes_no_stream(
         prompt, greedy = golden_greedy(directory)
         whole = [*prompt, *greedy]
     sizes = {"directory": directory, "context": 128, "slots": 6, "chunk": 32}
-    alone = config(Mode.UNIFIED, decode="tp=1", **sizes)  # type: ignore[arg-type]
-    storm = config(
+    alone = config(Mode.UNIFIED, **sizes)  # type: ignore[arg-type]
+    crowded = config(
         prefill=prefill, decode=decode, decode_page=4, pages=34, growth=1, limits=LEASES, **sizes
     )  # type: ignore[arg-type]
-    alone, storm = (
-        replace(one, model=replace(one.model, weights=weights)) for one in (alone, storm)
+    alone, crowded = (
+        replace(one, model=replace(one.model, weights=weights)) for one in (alone, crowded)
     )
-    storm = replace(storm, prefix=PrefixConfig(True, 16, host_gib=0.1, restores="always"))
+    crowded = replace(crowded, prefix=PrefixConfig(True, 16, host_gib=0.1, restores="always"))
     async with running(alone, first_device=4) as run:
         requests = mixed_requests(run, whole, images)
         expected = streams([await run.complete(request) for request in requests])
     if not (weights or images):
         first = expected[0][0][0]  # type: ignore[index]
         assert first == whole[LENGTHS[0] :][: len(first)], "not the tokens of transformers"
-    async with running(storm, kind=TwoDecoders) as run:
-        cluster = run.cluster
-        assert isinstance(cluster, TwoDecoders)
-        moving = asyncio.create_task(cluster.move_some())
-        done, _ = await run.complete_preempted(
-            mixed_requests(run, whole, images),
-            enough=lambda: cluster.first.counters["sequences_moved"] > 0,
-        )
-        assert streams(done) == expected
-        dying = asyncio.create_task(cluster.die_when_busy())
-        done = await run.complete_all(mixed_requests(run, whole, images))
-        moving.cancel()
-        assert streams(done) == expected
-        assert await asyncio.wait_for(dying, 1.0) >= 2, "nobody ran where the worker died"
-        await until_all_free(run)
+    async with running(crowded, kind=TwoDecoders) as run:
+        asked = lambda run: mixed_requests(run, whole, images)  # noqa: E731
+        cluster = await storm(run, asked, streams, expected)
         hits = [worker.counters["prefix_hit_tokens"] for worker in cluster._workers]
         assert sum(hits) > 0 or images, f"{hits}: nothing was reused"

@@ -2,53 +2,20 @@
 programs: between layouts and pages that differ, and the streams are those of a server that keeps
 nothing."""
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from dataclasses import replace
 
-import msgspec
 import pytest
 
 from jdisagg.config import Mode, PrefixConfig
-from jdisagg.dispatch.request_context import ClusterPorts
-from jdisagg.engine.embedded import DECODE, PREFILL, EmbeddedCluster
-from jdisagg.messages.ports import HandoffSource, PrefillCall, PrefillPort, PrefillReply
-from jdisagg.messages.ports_middleware import through
 from jdisagg.request import Request
-from jdisagg.scheduler.host_blocks import TierRoom
-from jdisagg.worker.prefill_worker import PrefillWorker
-from tests.end_to_end.clusters import Running, assert_all_free, config, running
-from tests.end_to_end.test_prefix_reuse import Conversations
+from tests.end_to_end.clusters import Running, assert_all_free, running
+from tests.end_to_end.conversations import Conversations
+from tests.end_to_end.fetching import Returning
+from tests.shapes import config
 
 # of prompts of 150, 70 and 40 tokens and answers of 20, less the newest token
 WHOLE_BLOCKS = (160, 80, 48)
-
-
-class AllHinted:
-    """Says of each prompt of a second turn that the decode worker keeps all of it."""
-
-    def __init__(self, ids: Callable[[], int]) -> None:
-        self._ids = ids
-
-    async def prefill(
-        self, proceed: Callable[[PrefillCall], Awaitable[PrefillReply]], call: PrefillCall
-    ) -> PrefillReply:
-        if call.request.request_id.startswith("second"):
-            source, known = HandoffSource(DECODE, self._ids()), len(call.request.prompt_token_ids)
-            call = msgspec.structs.replace(call, peer=source, peer_tokens=known)
-        return await proceed(call)
-
-
-class Returning(EmbeddedCluster):
-    """Its prefill worker may fetch from its decode worker."""
-
-    def _make_ports(self) -> ClusterPorts:
-        ports = super()._make_ports()
-        self.worker, decode = self._workers
-        assert isinstance(self.worker, PrefillWorker)
-        kept, always = self.worker._kept, TierRoom(always=True)
-        self.worker._sources = self.worker._find_sources(kept, lambda _: decode, always, 1)
-        hinted = through(PrefillPort, self.worker, AllHinted(self.local.new_id))
-        return ClusterPorts({PREFILL: hinted}, ports.decode)
 
 
 def asked(run: Running, name: str, at: int, ids: tuple[int, ...]) -> Request:
@@ -75,11 +42,10 @@ async def two_turns(run: Running, between: Callable[[], None]) -> tuple[list[obj
 
 @pytest.mark.ci
 async def test_what_is_fetched_from_the_decode_mesh_changes_no_token() -> None:
-    async with running(config(Mode.UNIFIED, decode="tp=1")) as alone:
+    async with running(config(Mode.UNIFIED)) as alone:
         expected, cached = await two_turns(alone, lambda: None)
         assert cached == [0, 0, 0]
-    engine = config(prefill="tp=2", decode="dp=2", prefill_page=16, decode_page=8)
-    engine = replace(engine, prefix=PrefixConfig(True, 16, peer_fetch=True))
+    engine = replace(config(), prefix=PrefixConfig(True, 16, peer_fetch=True))
     async with running(engine, kind=Returning) as run:
         cluster = run.cluster
         assert isinstance(cluster, Returning)

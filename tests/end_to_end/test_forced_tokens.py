@@ -1,63 +1,21 @@
 """Tokens that a grammar forces are taken several per step. Every stream equals that of a mesh that
 steps through them one by one."""
 
-import asyncio
-import json
-from functools import partial
 from pathlib import Path
 
 import pytest
 
-from jdisagg.config import Mode
-from jdisagg.request import Grammar, GrammarKind, Request
+from jdisagg.config import EngineConfig, Mode
+from jdisagg.request import Grammar, GrammarKind
 from jdisagg.scheduler import executor as limits_of
-from tests.end_to_end.clusters import LLAMA, MOE, Running, config, golden_copy, running
-from tests.end_to_end.test_families_in_storms import LEASES, until_all_free
-from tests.end_to_end.two_decoders import TwoDecoders
+from tests.end_to_end.clusters import Running, golden_copy, running
+from tests.end_to_end.grammar_requests import requests
+from tests.end_to_end.two_decoders import LEASES, TwoDecoders, storm
 from tests.fakes.cluster import Collected
+from tests.lanes import first_ci
+from tests.shapes import FAMILY, FEW_PAGES, LLAMA, MOE, config
 
 pytestmark = pytest.mark.ci
-
-PROMPT = "once upon a time there was a little dog"
-small = partial(config, context=256, slots=4, chunk=32)
-PET = {
-    "x-guidance": {"whitespace_flexible": False},
-    "type": "object",
-    "properties": {
-        "the kind of animal": {"enum": ["a little dog", "a little cat", "elephant"]},
-        "years": {"type": "integer", "minimum": 0, "maximum": 30},
-        "version": {"const": "2026-11-24, the first of its kind"},
-        "words": {"type": "array", "items": {"enum": ["sun", "moon"]}, "maxItems": 3},
-    },
-    "required": ["the kind of animal", "years", "version", "words"],
-    "additionalProperties": False,
-}
-SCHEMA = Grammar(GrammarKind.JSON_SCHEMA, json.dumps(PET))
-REGEX = Grammar(GrammarKind.REGEX, r"(one two three four five [0-9]{1,3} ){2,9}the end")
-
-
-def requests(run: Running) -> list[Request]:
-    """Greedy and seeded, of several children, with penalties, log-probabilities, bias, least and
-    most tokens, stop ids and stop strings within a run; and some without a grammar."""
-    stop = run.tokenizer.encode(" four")[-1]
-    options: list[dict[str, object]] = [
-        {"grammar": SCHEMA},
-        {"grammar": SCHEMA, "temperature": 1.0},
-        {"grammar": REGEX, "temperature": 1.0, "n": 2},
-        {"temperature": 0.8},
-        {"grammar": SCHEMA, "temperature": 1.0, "repetition_penalty": 1.3},
-        {"grammar": REGEX, "temperature": 1.0, "logprobs": 2},
-        {"grammar": SCHEMA, "temperature": 1.0, "max_tokens": 13},
-        {"grammar": REGEX, "min_tokens": 40, "temperature": 1.0},
-        {"grammar": REGEX, "stop_token_ids": (stop,)},
-        {"grammar": SCHEMA, "stop": ("first of",), "temperature": 0.7, "top_p": 0.9},
-        {"grammar": SCHEMA, "logit_bias": ((stop, 4.0),), "temperature": 1.0},
-        {},
-    ]
-    return [
-        run.request(PROMPT[: 9 + 3 * seed], f"f{seed}", **({"max_tokens": 90, "seed": seed} | one))
-        for seed, one in enumerate(options)
-    ]
 
 
 def streams(done: list[Collected]) -> list[object]:
@@ -80,7 +38,7 @@ async def one_by_one(monkeypatch: pytest.MonkeyPatch, directory: Path = LLAMA) -
     if directory not in _expected:
         with monkeypatch.context() as patch:
             patch.setattr(limits_of, "LONGEST_RUN", 1)
-            engine = small(Mode.UNIFIED, decode="tp=1", directory=directory)
+            engine = config(Mode.UNIFIED, directory=directory)
             async with running(engine, first_device=4) as run:
                 done = [await run.complete(request) for request in requests(run)]
                 assert forced(run) == 0
@@ -89,28 +47,24 @@ async def one_by_one(monkeypatch: pytest.MonkeyPatch, directory: Path = LLAMA) -
 
 
 @pytest.mark.parametrize(
-    ("mode", "prefill", "decode", "steps"),
-    [
-        pytest.param(Mode.UNIFIED, "", "tp=1", 1, marks=pytest.mark.slow),
-        pytest.param(Mode.CHUNKED, "", "dp=2,tp=2", 4, marks=pytest.mark.slow),
-        (Mode.DISAGGREGATED, "tp=2", "dp=2", 1),
-        pytest.param(Mode.DISAGGREGATED, "pp=2", "pp=2", 1, marks=pytest.mark.slow),
-    ],
+    ("engine",),
+    first_ci(
+        [(config(),), (config(Mode.CHUNKED, steps=4),), (config(prefill="pp=2", decode="pp=2"),)]
+    ),
+    ids=("two meshes", "one mesh", "stages"),
 )
-async def test_runs_change_no_stream(
-    mode: Mode, prefill: str, decode: str, steps: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_runs_change_no_stream(engine: EngineConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = await one_by_one(monkeypatch)
-    engine = small(mode, prefill or "tp=1", decode, steps=steps)
     async with running(engine) as run:
         done = await run.complete_all(requests(run))
         assert streams(done) == expected
         assert forced(run) > 100
 
 
+@pytest.mark.slow
 async def test_runs_change_no_stream_of_experts(monkeypatch: pytest.MonkeyPatch) -> None:
     expected = await one_by_one(monkeypatch, MOE)
-    engine = small(Mode.CHUNKED, "tp=1", "dp=2,ep=2", directory=MOE)
+    engine = config(Mode.CHUNKED, decode="dp=2,ep=2", directory=MOE)
     async with running(engine) as run:
         assert streams(await run.complete_all(requests(run))) == expected
         assert forced(run) > 100
@@ -134,9 +88,7 @@ async def test_runs_change_no_stream_whatever_is_kept_of_a_position(
 ) -> None:
     """Latents, windows in rings of pages, and a state, of which no position can be skipped."""
     directory = golden_copy(name, tmp_path)
-    engine = config(
-        Mode.UNIFIED, decode="dp=2", directory=directory, decode_page=4, chunk=32, context=128
-    )
+    engine = config(Mode.CHUNKED, directory=directory, **FAMILY)
     done: dict[int, list[object]] = {}
     for longest in (1, limits_of.LONGEST_RUN):
         monkeypatch.setattr(limits_of, "LONGEST_RUN", longest)
@@ -163,20 +115,7 @@ async def test_runs_of_sequences_in_a_storm_change_no_stream(
 ) -> None:
     """Too few pages, moves between two decode workers, of which one dies."""
     expected = await one_by_one(monkeypatch)
-    storm = small(prefill="tp=2", decode="dp=2", decode_page=4, pages=48, growth=1, limits=LEASES)
-    async with running(storm, kind=TwoDecoders) as run:
-        cluster = run.cluster
-        assert isinstance(cluster, TwoDecoders)
-        moving = asyncio.create_task(cluster.move_some())
-        done, _ = await run.complete_preempted(
-            requests(run), enough=lambda: cluster.first.counters["sequences_moved"] > 0
-        )
-        assert streams(done) == expected
+    async with running(config(**FEW_PAGES, limits=LEASES), kind=TwoDecoders) as run:
+        cluster = await storm(run, requests, streams, expected)
         assert cluster.first.counters["forced_tokens"] > 0
         assert cluster.second.counters["forced_tokens"] > 0
-        dying = asyncio.create_task(cluster.die_when_busy())
-        done = await run.complete_all(requests(run))
-        moving.cancel()
-        assert streams(done) == expected
-        assert await asyncio.wait_for(dying, 1.0) >= 2, "nobody ran where the worker died"
-        await until_all_free(run)

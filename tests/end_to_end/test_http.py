@@ -12,13 +12,12 @@ import pytest_asyncio
 from jdisagg.config import LimitsConfig, ServiceConfig
 from jdisagg.request import Grammar, GrammarKind
 from jdisagg.timeouts import RequestTimeouts, Timeouts
-from tests.end_to_end.clusters import config
-from tests.end_to_end.doors import Served, served
+from tests.end_to_end.doors import SENTENCE, Served, mixed_requests, served
 from tests.end_to_end.schemas import random_schema
-from tests.end_to_end.test_service import SENTENCE, mixed_requests
 from tests.service.doors import FakePath
 from tests.service.http.test_http_equals_grpc import both
-from tests.service.http_doors import HttpDoor, request
+from tests.service.http_doors import HttpDoor
+from tests.shapes import config
 from tests.time_scale import seconds
 
 pytestmark = [pytest.mark.ci, pytest.mark.asyncio(loop_scope="module")]
@@ -28,7 +27,7 @@ pytestmark = [pytest.mark.ci, pytest.mark.asyncio(loop_scope="module")]
 async def door():
     patient = Timeouts(request=RequestTimeouts(grammar_seconds=seconds(60)))
     limits = LimitsConfig(handoff_lease_seconds=5.0, timeouts=patient)
-    engine = config(context=256, slots=4, limits=limits)
+    engine = config(limits=limits)
     async with served(engine, ServiceConfig(port=0, http_port=0, drain_seconds=5.0)) as door:
         yield door
 
@@ -49,16 +48,6 @@ def with_grammars() -> list[dict[str, Any]]:
         {"prompt": SENTENCE, "max_tokens": 30, "seed": 7, "n": 1 + at % 2, "grammar": grammar}
         for at, grammar in enumerate(grammars)
     ]
-
-
-async def test_a_grammar_that_is_none_is_refused_and_the_next_one_is_followed(door: Served) -> None:
-    ask = http(door).ask
-    asked = {"prompt": SENTENCE, "max_tokens": 20, "structured_outputs": {"regex": "a{3}b?("}}
-    refused = await ask("/v1/completions", asked)
-    assert (refused.status, refused.error["param"]) == (400, "structured_outputs")
-    asked["structured_outputs"] = {"choice": ["green", "grey"]}
-    (choice,) = (await ask("/v1/completions", asked)).fields["choices"]
-    assert choice["text"] in ("green", "grey") and choice["finish_reason"] == "stop"
 
 
 async def test_both_doors_give_the_same_ids_text_and_log_probabilities(door: Served) -> None:
@@ -85,22 +74,5 @@ async def test_openais_client_chats(door: Served) -> None:
         stream = await client.chat.completions.create(**asked, max_tokens=20, stream=True)
         pieces = [chunk.choices[0].delta.content async for chunk in stream]
         assert whole.choices[0].message.content == "".join(piece or "" for piece in pieces)
-        with pytest.raises(openai.BadRequestError, match="context of 256"):
-            await client.chat.completions.create(**asked, max_tokens=256)
-
-
-async def test_a_client_that_goes_away_while_it_decodes_frees_its_slot(door: Served) -> None:
-    fields = {"prompt": SENTENCE, "max_tokens": 200, "ignore_eos": True, "stream": True}
-    connections = [await http(door).connect() for _ in range(3)]
-    for _, writer in connections:
-        writer.write(request("/v1/completions", fields))
-    for reader, _ in connections:
-        await reader.readuntil(b"data: ")
-    door.decode.close()  # so that none of them comes to its end by itself
-    for _, writer in connections:
-        writer.close()
-    state = door.server.http
-    assert state is not None
-    await asyncio.wait_for(state.guard.idle(), seconds(30.0))
-    door.decode.open()
-    await door.quiet()
+        with pytest.raises(openai.BadRequestError, match="context of 512"):
+            await client.chat.completions.create(**asked, max_tokens=512)

@@ -5,27 +5,21 @@ import base64
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from jdisagg.chat.images import ChatImage
 from jdisagg.chat.messages import ChatMessage
-from jdisagg.config import Mode, ServiceConfig
+from jdisagg.config import ServiceConfig
 from jdisagg.images import PromptImage
-from tests.end_to_end.clusters import config
 from tests.end_to_end.doors import served
+from tests.end_to_end.pictures import SEEING, file
 from tests.golden.images import golden_images, other_image
 from tests.service.doors import FakePath
 from tests.service.http_doors import HttpDoor
-from tests.vision import data_url, file_of, seeing_checkpoint, written
+from tests.shapes import config
+from tests.vision import data_url, seeing_checkpoint, written
 
 GREEDY: Any = {"ignore_eos": True, "return_token_ids": True}
-
-
-def file(image: PromptImage, patch: int = 2) -> bytes:
-    """A PNG file of an image that needs no resize."""
-    height, width = (size * patch for size in image.grid[1:])
-    return file_of(np.frombuffer(image.pixels, np.uint8).reshape(height, width, 3))
 
 
 def texts(prompt: list[int], images: tuple[PromptImage, ...]) -> list[str]:
@@ -51,10 +45,7 @@ async def test_images_of_every_api_give_the_tokens_of_transformers(
     prompt, greedy = found["prompt"].tolist(), found["greedy"].tolist()
     first, second, third = texts(prompt, images)
     folder = seeing_checkpoint(name, tmp_path)
-    engine = config(
-        Mode.DISAGGREGATED, directory=folder, prefill="tp=1", decode="tp=1", context=256, slots=4,
-        chunk=16,
-    )  # fmt: skip
+    engine = config(directory=folder, **SEEING)
     async with served(engine, ServiceConfig(port=0, http_port=0, drain_seconds=5.0)) as server:
         door = HttpDoor(FakePath(), server.server)
 

@@ -5,63 +5,29 @@ tokens, and of blocks that are kept."""
 
 import asyncio
 import shutil
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from jdisagg.config import EngineConfig, Mode, PrefixConfig
+from jdisagg.config import Mode, PrefixConfig
 from jdisagg.errors import InvalidRequestError
-from jdisagg.images import PromptImage
-from jdisagg.messages.step_commands import PrefillChunk, PrefillRow
-from jdisagg.request import Request
 from models import vision_config
-from tests.end_to_end.clusters import GOLDEN, LLAMA, Running, config, golden_copy, running
+from tests.end_to_end.clusters import running
 from tests.end_to_end.other_weights import perturbed
+from tests.end_to_end.pictures import DEEP, PIXTRAL, QWEN, asked, engine, rows
 from tests.end_to_end.two_decoders import TwoDecoders
 from tests.golden.images import golden_images, other_image
-
-QWEN, PIXTRAL, DEEP = "qwen3_5_images", "mistral3_images", "qwen3_vl_images"
-SIZES = {"context": 256, "slots": 4, "chunk": 16}
-
-
-def engine(folder: Path, name: str, mode: Mode, **more: object) -> EngineConfig:
-    directory = golden_copy(name, folder)
-    how = {"prefill": "tp=1", "decode": "tp=1", **SIZES, **more}
-    made = config(mode, directory=directory, **how)  # type: ignore[arg-type]
-    return replace(made, prefix=PrefixConfig(True, 16, host_gib=0))
-
-
-def asked(
-    run: Running,
-    prompt: Sequence[int],
-    images: tuple[PromptImage, ...],
-    name: str = "r",
-    **sampling: object,
-) -> Request:
-    options = {"max_tokens": 12, "ignore_eos": True, **sampling}
-    return replace(run.request(prompt, name, **options), images=images)
-
-
-def rows(run: Running) -> list[PrefillRow]:
-    commands = [*run.recording.prefill, *run.recording.decode]
-    chunks = [getattr(one, "chunk", one) for one in commands]
-    return [row for one in chunks if isinstance(one, PrefillChunk) for row in one.rows]
+from tests.shapes import GOLDEN, config
 
 
 @pytest.mark.parametrize(
     ("name", "mode"),
     [
-        (QWEN, Mode.DISAGGREGATED),
-        pytest.param(QWEN, Mode.UNIFIED, marks=pytest.mark.slow),
+        pytest.param(QWEN, Mode.DISAGGREGATED, marks=pytest.mark.ci),
         pytest.param(PIXTRAL, Mode.CHUNKED, marks=pytest.mark.ci),
-        pytest.param(QWEN, Mode.CHUNKED, marks=pytest.mark.slow),
-        pytest.param(PIXTRAL, Mode.DISAGGREGATED, marks=pytest.mark.slow),
         pytest.param(PIXTRAL, Mode.UNIFIED, marks=pytest.mark.slow),
         pytest.param(DEEP, Mode.DISAGGREGATED, marks=pytest.mark.ci),
-        pytest.param(DEEP, Mode.CHUNKED, marks=pytest.mark.slow),
-        pytest.param(DEEP, Mode.UNIFIED, marks=pytest.mark.slow),
     ],
 )
 async def test_streams_are_those_of_transformers_and_only_the_same_image_is_a_hit(
@@ -191,10 +157,10 @@ async def test_images_are_encoded_anew_after_an_update_of_the_weights_and_after_
     assert cold.logprobs == after.logprobs and cold.tokens != before.tokens
 
 
+@pytest.mark.ci
 async def test_a_model_without_an_encoder_refuses_images_by_name() -> None:
     _, images = golden_images(QWEN)
-    made = config(Mode.UNIFIED, decode="tp=1", directory=LLAMA, **SIZES)  # type: ignore[arg-type]
-    async with running(made) as run:
+    async with running(config()) as run:
         with pytest.raises(InvalidRequestError, match="no vision encoder"):
             await run.complete(asked(run, range(3, 60), images))
 

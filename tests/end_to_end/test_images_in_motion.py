@@ -11,15 +11,14 @@ from jdisagg.dispatch.image_reader import ImageReader
 from jdisagg.images import PromptImage
 from jdisagg.messages.step_commands import PrefillChunk
 from jdisagg.request import CachedTokens
-from jdisagg.worker import disk_tier, host_pieces
-from tests import time_scale
-from tests.end_to_end.clusters import Running, config, running
-from tests.end_to_end.test_fetch_from_decode import Returning
-from tests.end_to_end.test_image_requests import file
-from tests.end_to_end.test_images import DEEP, PIXTRAL, QWEN, asked, engine
-from tests.end_to_end.test_prefix_reuse import on_disk_alone, push_out
+from tests.end_to_end.clusters import Running, running
+from tests.end_to_end.conversations import push_out
+from tests.end_to_end.fetching import Returning
+from tests.end_to_end.pictures import PIXTRAL, QWEN, SEEING, asked, engine, file
 from tests.end_to_end.two_prefills import TwoPrefills
 from tests.golden.images import golden_images, other_image
+from tests.lanes import first_ci
+from tests.shapes import config
 from tests.vision import seeing_checkpoint
 
 Images = tuple[PromptImage, ...]
@@ -28,10 +27,8 @@ Images = tuple[PromptImage, ...]
 @pytest.mark.parametrize(
     ("name", "prefill", "decode"),
     [
-        pytest.param(QWEN, "dp=2,tp=2", "tp=2", marks=pytest.mark.slow),
         pytest.param(PIXTRAL, "tp=2", "dp=2", marks=pytest.mark.ci),
         pytest.param("qwen3_5_moe_images", "tp=2,ep=2", "dp=2,ep=2", marks=pytest.mark.slow),
-        pytest.param(DEEP, "dp=2,tp=2", "tp=1", marks=pytest.mark.slow),
     ],
 )
 async def test_streams_are_those_of_transformers_on_sharded_prefill_meshes(
@@ -74,7 +71,7 @@ def few_pages(folder: Path, name: str, prefix: PrefixConfig) -> EngineConfig:
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize("name", [PIXTRAL, QWEN])
+@pytest.mark.parametrize(("name",), first_ci([(PIXTRAL,), (QWEN,)]))
 async def test_kv_of_images_comes_back_from_host_memory_for_the_same_image_alone(
     name: str, tmp_path: Path
 ) -> None:
@@ -89,27 +86,6 @@ async def test_kv_of_images_comes_back_from_host_memory_for_the_same_image_alone
         assert (await cached_in(run, "again", images, name)).host >= 16
         counters = run.cluster._workers[0].counters
         assert counters["host_blocks_broken"] == counters["host_restores_failed"] == 0
-
-
-@pytest.mark.ci
-async def test_kv_of_images_comes_back_from_disk_for_the_same_image_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for wait in ("FILE_SECONDS", "START_SECONDS"):
-        monkeypatch.setattr(disk_tier, wait, time_scale.seconds(120))
-    monkeypatch.setattr(host_pieces, "COPY_SECONDS", time_scale.seconds(120))
-    _, images = golden_images(PIXTRAL)
-    other = (other_image(images[0]), images[1])
-    prefix = PrefixConfig(
-        True, 16, host_gib=0.25, restores="always", disk_dir=str(tmp_path / "kv"), disk_gib=0.25
-    )
-    async with running(few_pages(tmp_path, PIXTRAL, prefix)) as run:
-        for turn in ("first", "second"):  # blocks that were used twice go to disk
-            await cached_in(run, turn, images, PIXTRAL)
-            await on_disk_alone(run, 240)
-        assert (await cached_in(run, "other", other, PIXTRAL)).total == 0
-        await on_disk_alone(run, 240)
-        assert (await cached_in(run, "third", images, PIXTRAL)).disk >= 16
 
 
 @pytest.mark.ci
@@ -137,9 +113,7 @@ async def test_a_prompt_with_images_whose_prefill_worker_dies_is_computed_by_ano
     """The request has files alone; each call to a prefill worker has pixels."""
     found, images = golden_images(PIXTRAL)
     directory = seeing_checkpoint(PIXTRAL, tmp_path)
-    made = config(
-        directory=directory, prefill="tp=1", decode="tp=1", context=256, slots=4, chunk=16
-    )
+    made = config(directory=directory, **SEEING)
     files = tuple(replace(one, file=file(one)).without_pixels(keep_file=True) for one in images)
     async with running(made, kind=TwoPrefills) as run:
         cluster = run.cluster

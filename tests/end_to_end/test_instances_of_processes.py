@@ -4,8 +4,6 @@ give the answers of `jdisagg generate`."""
 import asyncio
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -15,10 +13,9 @@ from jdisagg.layout.axes import Layout
 from jdisagg.messages.roles import SwitchCall
 from jdisagg.messages.worker_status import WorkerRole
 from jdisagg.service.internal.role_services import worker_roles
-from tests import time_scale
-from tests.end_to_end.clusters import LLAMA, MOE
-from tests.end_to_end.test_cluster import PROMPT, ROOT, RunningCluster, ask, cluster
+from tests.end_to_end.process_clusters import PROMPT, RunningCluster, ask, cluster, launched
 from tests.programs import CACHE_FLAG
+from tests.shapes import LLAMA, MOE
 
 pytestmark = pytest.mark.ci
 
@@ -28,31 +25,9 @@ TOKENS = 48
 def generated(folder: Path, model: Path, prefill: str, decode: str) -> str:
     """The same in one process, by the launcher."""
     environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
-    flags = (
-        f"--model={model}",
-        f"--prompt={PROMPT}",
-        f"--prefill={prefill}",
-        f"--decode={decode}",
-        "--page_size=16",
-        "--ignore_eos",
-    )
-    command = [
-        sys.executable,
-        "-m",
-        "launch.generate",
-        *flags,
-        f"--max_tokens={TOKENS}",
-        CACHE_FLAG,
-    ]
-    ended = subprocess.run(
-        command,
-        cwd=ROOT,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=time_scale.seconds(300),
-        check=False,
-    )
+    layouts = (f"--prefill={prefill}", f"--decode={decode}", "--page_size=16")
+    asked = (f"--model={model}", f"--prompt={PROMPT}", f"--max_tokens={TOKENS}", "--ignore_eos")
+    ended = launched("generate", *asked, *layouts, CACHE_FLAG, env=environment)
     assert ended.returncode == 0, ended.stderr
     return ended.stdout
 

@@ -18,8 +18,9 @@ from jdisagg.layout.kv_spec import KV_SCALES_FILE, KVSpec
 from jdisagg.ops.dense_attention import dense_causal_attend
 from jdisagg.transfer.codec import check_codec
 from models.checkpoint import load_config
-from tests.end_to_end.clusters import LLAMA, MOE, config, golden_copy, running
+from tests.end_to_end.clusters import golden_copy, running
 from tests.models.kv_scale_models import attend_rounded, dense_logits, scales_by_head, with_scales
+from tests.shapes import LLAMA, MOE, config
 
 PROMPT = "Once upon a time there was a little girl named Lily who lived in a small house near the"
 TOKENS = 40
@@ -44,7 +45,6 @@ def _dense_logprobs(
     [
         pytest.param("llama", Mode.DISAGGREGATED, "tp=2", "dp=2", ONES, marks=pytest.mark.ci),
         pytest.param("llama", Mode.CHUNKED, "", "dp=2,tp=2", BY_HEAD, marks=pytest.mark.slow),
-        pytest.param("llama", Mode.DISAGGREGATED, "tp=1", "tp=4", BY_HEAD, marks=pytest.mark.slow),
         pytest.param("moe", Mode.DISAGGREGATED, "dp=2,tp=2", "tp=4", ONES, marks=pytest.mark.slow),
         pytest.param(
             "deepseek_v3", Mode.DISAGGREGATED, "tp=1", "tp=2", BY_HEAD, marks=pytest.mark.ci
@@ -52,8 +52,6 @@ def _dense_logprobs(
         pytest.param(
             "gpt_oss", Mode.DISAGGREGATED, "tp=2", "dp=2", BY_HEAD, marks=pytest.mark.slow
         ),
-        pytest.param("qwen2_windows", Mode.CHUNKED, "", "tp=4", BY_HEAD, marks=pytest.mark.slow),
-        pytest.param("gemma3", Mode.DISAGGREGATED, "tp=1", "tp=2", BY_HEAD, marks=pytest.mark.slow),
         pytest.param(
             "qwen3_next", Mode.DISAGGREGATED, "tp=2", "tp=1", BY_HEAD, marks=pytest.mark.slow
         ),

@@ -14,9 +14,10 @@ from jdisagg.config import Mode, PrefixConfig
 from jdisagg.engine.research.face import DecoderLayout, Engine, MeshSizes, PrefillLayout
 from jdisagg.layout.axes import Layout
 from models.checkpoint import LoadedModel, load_model
-from tests.end_to_end.clusters import GOLDEN, config, golden_copy, golden_greedy, running
-from tests.end_to_end.test_prefix_reuse import push_out
+from tests.end_to_end.clusters import golden_copy, golden_greedy, running
+from tests.end_to_end.conversations import push_out
 from tests.lanes import first_ci
+from tests.shapes import FAMILY, GOLDEN, config
 
 # The second one has an indexer, whose keys are cached beside the latents.
 NAMES = ("deepseek_v3", "deepseek_v32")
@@ -37,9 +38,7 @@ async def test_what_stays_serves_later_requests(model: Path, mode: Mode, host_gi
     """In pages, or in host memory when these have no room."""
     prompt, greedy = golden_greedy(model)
     whole = [*prompt, *greedy]
-    sizes = config(
-        mode, "tp=2", "dp=1,tp=2", directory=model, context=128, slots=2, chunk=32, decode_page=8
-    )
+    sizes = config(mode, directory=model, **FAMILY)
     cached = []
     sizes = replace(
         sizes,

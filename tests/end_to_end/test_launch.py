@@ -18,9 +18,10 @@ from jdisagg.client import Client
 from jdisagg.request import FinishReason
 from models.tokenizer import Tokenizer
 from tests import time_scale
-from tests.end_to_end.clusters import LLAMA, collect, dense_greedy
-from tests.lanes import first_ci, first_quick
+from tests.end_to_end.clusters import collect, dense_greedy
+from tests.lanes import first_ci
 from tests.programs import CACHE_FLAG
+from tests.shapes import LLAMA
 
 ROOT = Path(__file__).resolve().parents[2]
 PROMPT = "Once upon a time"
@@ -86,9 +87,10 @@ def figures(err: str) -> list[str]:
     return lines[3:]
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("mode", "layouts"),
-    first_quick(
+    first_ci(
         [
             ("disaggregated", ("--prefill=dp=1,tp=2", "--decode=dp=2,tp=1")),
             ("chunked", ("--decode=dp=1,tp=2",)),
@@ -253,70 +255,29 @@ def wait_until_free(client: Client) -> None:
         time.sleep(0.02)
 
 
+# One of each kind of error and of each command; the messages are held where they are made.
 BAD: list[tuple[str, tuple[str, ...], str]] = [
-    ("generate", (), "give either --prompt or --prompts_file"),
-    (
-        "generate",
-        ("--prompt=a", "--mode=magic"),
-        "--mode=magic: value should be one of <disaggregated|chunked|unified>",
-    ),
-    (
-        "generate",
-        ("--prompts_file=/nowhere/prompts",),
-        "--prompts_file=/nowhere/prompts cannot be read",
-    ),
-    (
-        "generate",
-        ("--prompts_file=/dev/null",),
-        "--prompts_file=/dev/null: it is empty; give one prompt a line",
-    ),
-    ("generate", ("--prompt=a", "--model=/nowhere"), r"error: .*/nowhere.*"),
-    ("generate", ("--prompt=a", "--prefill=tp=3"), "error: layout tp=3 does not divide"),
+    ("generate", ("--prompt=a", "--mode=magic"), "--mode=magic: value should be one of <disagg"),
+    ("generate", ("--prompts_file=/dev/null",), "--prompts_file=/dev/null: it is empty; give one"),
     (
         "generate",
         ("--prompt=a", "--devices=2"),
-        "error: prefill .* and decode .* need 4 devices, and there are 2",
+        "error: prefill .* need 4 devices, and there are 2",
     ),
-    (
-        "generate",
-        ("--prompt=a", "--temperature=nan", *SMALL),
-        r"error: temperature must be in \[0.0, 100.0\], got nan",
-    ),
-    (
-        "serve",
-        ("--config=/nowhere.py",),
-        "error: config '/nowhere.py' is not a Python, YAML or JSON file",
-    ),
-    (
-        "serve",
-        ("--set=decode.slots=4",),
-        "error: override 'decode.slots': InstanceConfig has no field 'slots'; it has layout",
-    ),
+    ("serve", ("--set=decode.slots=4",), "error: override 'decode.slots': InstanceConfig has no"),
     ("serve", ("--port=99999",), r"error: service.port must be in \[0, 65535\], got 99999"),
-    (
-        "serve",
-        ("--set=mode=magic",),
-        "error: override 'mode': 'magic' is not a Mode: one of disaggregated, chunked, unified",
-    ),
     ("convert", ("--source=/nowhere", "--destination=/tmp/never"), "/nowhere"),
     ("calibrate_kv", ("--model=/nowhere",), "error: model directory '/nowhere' does not exist"),
-    (
-        "ask",
-        ("--target=localhost:1", "--prompt=a"),
-        "error: no server answered at localhost:1 within 10 s; is it running",
-    ),
+    ("ask", ("--target=localhost:1", "--prompt=a"), "error: no server answered at localhost:1"),
 ]
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize(("batch",), first_ci([(BAD[:5],), (BAD[5:],)]))
-def test_what_cannot_work_ends_with_one_clear_message(
-    batch: list[tuple[str, tuple[str, ...], str]],
-):
-    """Several at a time: each is mostly the start of an interpreter."""
-    processes = [start(module, *flags) for module, flags, _ in batch]
+def test_what_cannot_work_ends_with_one_clear_message():
+    """All at a time: each is mostly the start of an interpreter."""
+    processes = [start(module, *flags) for module, flags, _ in BAD]
     ends = [end(process) for process in processes]
-    for (module, flags, message), (status, out, err) in zip(batch, ends, strict=True):
+    for (module, flags, message), (status, out, err) in zip(BAD, ends, strict=True):
         usage = "value should be one of" in message
         assert status == (2 if usage else 1) and not out.startswith("jdisagg serves"), (
             module,

@@ -6,18 +6,16 @@ from dataclasses import replace
 
 import pytest
 
-from jdisagg.config import EngineConfig, Mode, PrefixConfig
+from jdisagg.config import Mode, PrefixConfig
 from jdisagg.messages.step_commands import DecodeSteps
 from jdisagg.request import Grammar, GrammarKind, Request
-from tests.end_to_end.clusters import Running, config, golden_copy, golden_greedy, running
+from tests.end_to_end.clusters import Running, golden_copy, golden_greedy, running
 from tests.fakes.cluster import Collected
+from tests.lanes import first_ci
+from tests.shapes import DECODE, FAMILY, FEW_PAGES, config
 
 ANIMAL = Grammar(GrammarKind.REGEX, "(a dog|a cat|the frog) and [0-9]{3}")
 STORY = "once upon a time there was a little dog who lived in the forest"
-
-
-def chunked(decode: str = "tp=1", **more: object) -> EngineConfig:
-    return config(Mode.CHUNKED, decode=decode, chunk=64, slots=8, **more)  # type: ignore[arg-type]
 
 
 def mixed(run: Running) -> list[DecodeSteps]:
@@ -54,11 +52,12 @@ def logprobs(done: Sequence[Collected]) -> list[float]:
     return [each.logprob for one in done for child in one.logprobs.values() for each in child]
 
 
+@pytest.mark.ci
 async def test_streams_beside_chunks_are_those_of_each_request_alone() -> None:
     prompts = (20, 70, 130, 5, 33, 64, 150, 20, 65, 90, 12, 129)
-    async with running(config(Mode.UNIFIED, decode="tp=1", chunk=64)) as run:
+    async with running(config(Mode.UNIFIED)) as run:
         expected = [await run.complete(request) for request in requests(run, prompts)]
-    async with running(chunked()) as run:
+    async with running(config(Mode.CHUNKED)) as run:
         done = await run.complete_all(requests(run, prompts))
         steps = mixed(run)
     assert streams(done) == streams(expected)
@@ -69,40 +68,31 @@ async def test_streams_beside_chunks_are_those_of_each_request_alone() -> None:
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize(
-    ("decode", "pages", "host_gib"),
-    [("dp=2,tp=2", None, 0.0), pytest.param("dp=2", 44, 0.25, marks=pytest.mark.slow)],
-)
-async def test_layouts_preemption_and_cached_prefixes_change_no_stream_beside_chunks(
-    decode: str, pages: int | None, host_gib: float
-) -> None:
+async def test_preemption_and_cached_prefixes_change_no_stream_beside_chunks() -> None:
     prompts = (20, 70, 130, 5, 33, 64, 150, 20, 65, 90, 12, 129, 200, 180, 40, 77)
-    async with running(config(Mode.DISAGGREGATED, chunk=64)) as run:
+    async with running(config()) as run:
         expected = streams(await run.complete_all(requests(run, prompts)))
-    few = {"decode_page": 8, "pages": pages, "growth": 1} if pages else {}
-    prefix = PrefixConfig(True, 16, host_gib=host_gib, restores="always")
-    async with running(replace(chunked(decode, **few), prefix=prefix)) as run:
+    prefix = PrefixConfig(True, 16, host_gib=0.25, restores="always")
+    engine = replace(config(Mode.CHUNKED, decode=DECODE, **FEW_PAGES), prefix=prefix)
+    async with running(engine) as run:
         for _ in range(2):
-            wanted = requests(run, prompts)
-            if pages:
-                done, preemptions = await run.complete_preempted(wanted)
-                assert preemptions > 0
-            else:
-                done = await run.complete_all(wanted)
+            done, _ = await run.complete_preempted(requests(run, prompts))
             assert streams(done) == expected
         assert mixed(run)
         assert run.cluster._workers[-1].counters["prefix_hit_tokens"] > 0
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize("family", ["gemma2", "gpt_oss", "deepseek_v32", "minimax_m3"])
+@pytest.mark.parametrize(
+    ("family",), first_ci([("gpt_oss",), ("deepseek_v32",), ("gemma2",), ("minimax_m3",)], ci=2)
+)
 async def test_every_kind_of_attention_gives_the_published_tokens_beside_chunks(
     family: str, tmp_path
 ) -> None:
     """Sliding windows, caps, sinks, experts, latent and sparse attention, against transformers."""
     directory = golden_copy(family, tmp_path)
     prompt, greedy = golden_greedy(directory)
-    async with running(chunked(directory=directory, context=256)) as run:
+    async with running(config(Mode.CHUNKED, directory=directory, **FAMILY)) as run:
         limits = run.cluster.decode.executor.limits
         assert limits.mixed_buckets, "no mixed programs"
         wanted = [
@@ -119,7 +109,7 @@ async def test_every_kind_of_attention_gives_the_published_tokens_beside_chunks(
 async def test_models_with_recurrent_state_alternate_chunks_and_steps(tmp_path) -> None:
     directory = golden_copy("qwen3_next", tmp_path)
     prompt, greedy = golden_greedy(directory)
-    async with running(chunked(directory=directory, context=256)) as run:
+    async with running(config(Mode.CHUNKED, directory=directory, **FAMILY)) as run:
         done = await run.complete_all(
             [run.request(prompt, f"r{n}", max_tokens=len(greedy), ignore_eos=True) for n in (1, 2)]
         )

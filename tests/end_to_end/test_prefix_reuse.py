@@ -4,9 +4,6 @@ server that keeps nothing.
 The requests of a conversation come in waves, a turn each, so that later turns find what earlier
 ones left; within a wave they are mixed."""
 
-import asyncio
-import random
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,139 +14,29 @@ from jdisagg.messages.step_commands import ExtractBlock
 from jdisagg.request import Request
 from jdisagg.worker import disk_tier, host_pieces
 from tests import time_scale
-from tests.end_to_end.clusters import Running, config, running
-from tests.fakes.cluster import Collected
+from tests.end_to_end.clusters import Running, running
+from tests.end_to_end.conversations import (
+    Conversations,
+    converse,
+    decode_forgets,
+    on_disk_alone,
+    one_after_the_other,
+    reference,
+    with_reuse,
+)
 from tests.lanes import first_ci
-
-WORDS = ("once upon a time there was a little dog who lived in the forest").split()  # noqa: SIM905
-
-
-def with_reuse(engine: EngineConfig, grain: int = 16, grid: int | None = None) -> EngineConfig:
-    return replace(engine, prefix=PrefixConfig(True, grain, grid))
-
-
-class Conversations:
-    """A few beginnings; every turn goes on from the answer of an earlier one, or branches off."""
-
-    BEGINNINGS = (20, 90, 170)  # tokens
-
-    def __init__(self, run: Running, seed: int) -> None:
-        self._run = run
-        self._random = random.Random(seed)
-        self._histories = [self.words(length) for length in self.BEGINNINGS]
-        self._count = 0
-
-    def words(self, tokens: int) -> tuple[int, ...]:
-        text = " ".join(self._random.choice(WORDS) for _ in range(tokens))
-        return tuple((self._run.tokenizer.encode(text) * 2)[:tokens])
-
-    def wave(self, requests: int) -> list[Request]:
-        return [self._next() for _ in range(requests)]
-
-    def _next(self) -> Request:
-        rng = self._random
-        self._count += 1
-        ids = rng.choice(self._histories) + self.words(rng.choice((0, 3, 16, 40)))
-        options: dict[str, object] = {"max_tokens": rng.choice((3, 18, 35)), "ignore_eos": True}
-        if self._count % 2:
-            options |= {"temperature": 0.8, "seed": rng.getrandbits(40), "top_p": 0.9}
-        if self._count % 3 == 0:
-            options |= {"repetition_penalty": 1.2, "frequency_penalty": 0.3}
-        if self._count % 4 == 1:
-            options |= {"n": 2}
-        if self._count % 5 == 2:
-            options |= {"stop": ("the", ". "), "logprobs": 2}
-        return self._run.request(ids[-380:], f"r{self._count}", **options)
-
-    def heard(self, requests: Sequence[Request], done: Sequence[Collected]) -> None:
-        for request, one in zip(requests, done, strict=True):
-            for tokens in one.tokens.values():
-                history = request.prompt_token_ids + tuple(tokens)
-                if len(history) < 330:
-                    self._histories.append(history)
-        self._histories = self._histories[:3] + self._histories[3:][-6:]
-
-
-def decode_forgets(run: Running) -> None:
-    """What the decode worker keeps is known no longer."""
-    for worker in run.cluster._workers:
-        if worker.name.startswith("decode"):
-            worker._kept.clear()
-
-
-async def push_out(run: Running, tokens: int = 500) -> None:
-    """Takes all pages of the prefill mesh for a prompt that nobody asks again, on each rank."""
-    decode_forgets(run)
-    ranks = range(run.cluster.config.prefill.layout.dp)
-    salt = random.getrandbits(30)
-    one = [run.request((3 + rank,) * tokens, f"{salt}.{rank}", max_tokens=1) for rank in ranks]
-    await run.complete_all(one)
-
-
-async def converse(
-    engine: EngineConfig, waves: int = 4, requests: int = 4, pushed_out: bool = False
-) -> tuple[list[object], Running, int]:
-    """The streams, and how many tokens of prompts were not computed. `pushed_out`: after each wave
-    nothing is left in pages."""
-    async with running(engine) as run:
-        talk, streams, cached = Conversations(run, seed=11), [], 0
-        for _ in range(waves):
-            asked = talk.wave(requests)
-            done = await run.complete_all(asked)
-            talk.heard(asked, done)
-            if pushed_out:
-                await push_out(run)
-            streams += [(one.tokens, one.text, one.finish) for one in done]
-            for one in done:
-                assert one.usage is not None
-                cached += one.usage.cached_tokens
-    return streams, run, cached
-
-
-async def one_after_the_other(
-    run: Running, talk: Conversations, lengths: tuple[int, int]
-) -> tuple[list[object], int]:
-    """A conversation of four turns that begins and goes on with so many words: tokens and
-    log-probabilities, and the number of cached tokens."""
-    said, cached, history = [], 0, talk.words(lengths[0])
-    for turn in range(4):
-        request = run.request(history, f"r{turn}", max_tokens=6, ignore_eos=True, logprobs=3)
-        done = await run.complete(request)
-        assert done.usage is not None
-        said.append((done.tokens, done.logprobs))
-        cached += done.usage.cached_tokens
-        history += (*done.tokens[0], *talk.words(lengths[1]))
-    return said, cached
-
-
-_REFERENCE: list[object] = []
-
-
-async def reference() -> list[object]:
-    if not _REFERENCE:
-        streams, _, cached = await converse(config(Mode.UNIFIED, decode="tp=1"))
-        assert cached == 0
-        _REFERENCE.extend(streams)
-    return _REFERENCE
+from tests.shapes import PREFILL, config
 
 
 @pytest.mark.ci
 @pytest.mark.parametrize(
-    ("mode", "prefill", "decode", "prefill_page", "decode_page"),
-    [
-        (Mode.DISAGGREGATED, "tp=2", "dp=2", 16, 8),
-        pytest.param(Mode.DISAGGREGATED, "dp=2", "tp=2", 32, 16, marks=pytest.mark.slow),
-        pytest.param(Mode.DISAGGREGATED, "pp=2", "pp=2,tp=2", 16, 8, marks=pytest.mark.slow),
-        (Mode.CHUNKED, "", "dp=2", 16, 16),
-        pytest.param(Mode.UNIFIED, "", "tp=2", 16, 8, marks=pytest.mark.slow),
-    ],
+    ("engine",),
+    first_ci(
+        [(config(),), (config(Mode.CHUNKED),), (config(prefill="pp=2", decode="pp=2,tp=2"),)], ci=2
+    ),
+    ids=("two meshes", "one mesh", "stages"),
 )
-async def test_streams_are_those_of_a_server_that_keeps_nothing(
-    mode: Mode, prefill: str, decode: str, prefill_page: int, decode_page: int
-) -> None:
-    engine = config(
-        mode, prefill or "tp=1", decode, prefill_page=prefill_page, decode_page=decode_page
-    )
+async def test_streams_are_those_of_a_server_that_keeps_nothing(engine: EngineConfig) -> None:
     streams, run, cached = await converse(with_reuse(engine))
     assert streams == await reference()
     assert cached > 0
@@ -158,15 +45,12 @@ async def test_streams_are_those_of_a_server_that_keeps_nothing(
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize(
-    ("prefill", "decode"),
-    first_ci([("dp=2,tp=2", "tp=2"), ("tp=2", "dp=2"), ("pp=2,tp=2", "tp=2")]),
-)
+@pytest.mark.parametrize(("prefill",), first_ci([(PREFILL,), ("dp=2,tp=2",), ("pp=2,tp=2",)]))
 async def test_streams_are_the_same_when_the_prefill_mesh_keeps_them_in_host_memory(
-    prefill: str, decode: str
+    prefill: str,
 ) -> None:
     """Its pages have room for one long prompt, and the decode worker forgets."""
-    engine = config(Mode.DISAGGREGATED, prefill, decode, prefill_page=16)
+    engine = config(prefill=prefill)
     engine = replace(
         engine,
         prefill=replace(engine.prefill, pages_per_rank=32),
@@ -183,9 +67,10 @@ async def test_streams_are_the_same_when_the_prefill_mesh_keeps_them_in_host_mem
     assert stored.bytes == 0  # closed
 
 
+@pytest.mark.ci
 async def test_what_the_prefill_mesh_kept_is_sent_from_its_pages_and_verified() -> None:
     """The decode worker has forgotten: nothing but extracted blocks can bring it the beginning."""
-    async with running(with_reuse(config(prefill="tp=2", decode="dp=2"))) as run:
+    async with running(with_reuse(config())) as run:
         talk = Conversations(run, seed=1)
         ids = talk.words(150)
         first = await run.complete(run.request(ids, "first", max_tokens=5, ignore_eos=True))
@@ -199,10 +84,10 @@ async def test_what_the_prefill_mesh_kept_is_sent_from_its_pages_and_verified() 
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize("mode", [Mode.DISAGGREGATED, Mode.CHUNKED])
+@pytest.mark.parametrize(("mode",), first_ci([(Mode.DISAGGREGATED,), (Mode.CHUNKED,)]))
 async def test_on_a_grid_of_whole_chunks_a_hit_gives_the_bits_of_a_miss(mode: Mode) -> None:
     """In bfloat16, log-probabilities and all: one after the other, so that batches are alike."""
-    engine = config(mode, "tp=2", "tp=2", dtype="bfloat16", chunk=64)
+    engine = config(mode, dtype="bfloat16")
     heard: list[list[object]] = []
     for reuse in (False, True):
         how = with_reuse(engine, grid=64) if reuse else engine
@@ -215,22 +100,11 @@ async def test_on_a_grid_of_whole_chunks_a_hit_gives_the_bits_of_a_miss(mode: Mo
 
 def on_disk(folder: Path, prefill: str) -> EngineConfig:
     """Pages for one long prompt, and a disk behind host memory."""
-    engine = config(prefill=prefill, prefill_page=16)
+    engine = config(prefill=prefill)
     prefix = PrefixConfig(
         True, 16, host_gib=0.25, restores="always", disk_dir=str(folder), disk_gib=0.25
     )
     return replace(engine, prefill=replace(engine.prefill, pages_per_rank=32), prefix=prefix)
-
-
-async def on_disk_alone(run: Running, tokens: int = 500) -> None:
-    """What was known is, where it was used twice, on disk and nowhere else."""
-    await push_out(run, tokens)
-    worker = run.cluster._workers[0]
-    async with asyncio.timeout(time_scale.seconds(60)):
-        while not worker._sources.quiet:
-            await asyncio.sleep(0.01)
-    tier = worker._host
-    tier._drop(tier.blocks.clear(), "room")
 
 
 @pytest.mark.ci

@@ -6,19 +6,19 @@ from dataclasses import replace
 
 import pytest
 
-from jdisagg.config import Mode, PrefixConfig
+from jdisagg.config import PrefixConfig
 from jdisagg.request import Request
-from tests.end_to_end.clusters import Running, config, running
+from tests.end_to_end.clusters import Running, running
 from tests.fakes.cluster import Collected
-from tests.lanes import first_ci
+from tests.shapes import config
 
-SLOTS, HIGH = 4, 3
+PLACES, HIGH = 10, 3  # of two ranks with four slots each
 
 
 def low_requests(run: Running) -> list[Request]:
     """As many as there are slots and places ahead of them, of several kinds."""
     requests = []
-    for number in range(SLOTS + 1):
+    for number in range(PLACES):
         options: dict[str, object] = {"max_tokens": 90, "ignore_eos": True}
         if number % 2:
             options |= {"temperature": 0.8, "seed": number, "repetition_penalty": 1.1}
@@ -28,19 +28,8 @@ def low_requests(run: Running) -> list[Request]:
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize(
-    ("mode", "decode", "host_gib"),
-    first_ci(
-        [
-            (Mode.DISAGGREGATED, "tp=1", 0.25),
-            (Mode.DISAGGREGATED, "tp=1", 0.0),
-            (Mode.CHUNKED, "tp=1", 0.25),
-        ]
-    ),
-)
-async def test_low_streams_yield_to_high_ones_and_equal_undisturbed_ones(mode, decode, host_gib):
-    engine = config(mode, "tp=1", decode, slots=SLOTS, context=256)
-    engine = replace(engine, prefix=PrefixConfig(host_gib=host_gib, restores="always"))
+async def test_low_streams_yield_to_high_ones_and_equal_undisturbed_ones():
+    engine = replace(config(), prefix=PrefixConfig(host_gib=0.25, restores="always"))
     async with running(engine) as run:
         counters = run.cluster._workers[-1].counters
         undisturbed = [await run.complete(request) for request in low_requests(run)]
@@ -66,7 +55,6 @@ async def test_low_streams_yield_to_high_ones_and_equal_undisturbed_ones(mode, d
         assert not any(task.done() for task in lows), "the low ones were to outlast the storm"
         done = await asyncio.gather(*lows)
         assert counters["sequences_yielded"] > 0
-        if host_gib:
-            assert counters["spills_restored"] > 0 and counters["spills_missed"] == 0
+        assert counters["spills_restored"] > 0 and counters["spills_missed"] == 0
         assert [one.tokens for one in done] == [one.tokens for one in undisturbed]
         assert [one.tokens for one in storm] == [one.tokens for one in alone]

@@ -15,13 +15,12 @@ import numpy as np
 import pytest
 
 from jdisagg.ops.kv_pages import kept_dtype
-from tests.end_to_end.clusters import LLAMA, dense_greedy
+from tests.end_to_end.close_choices import check_parted
+from tests.end_to_end.clusters import dense_greedy
 from tests.end_to_end.process_matrix.cases import ALL, CHUNK_TOKENS, NEW_TOKENS, PAIRWISE, Case
 from tests.end_to_end.process_matrix.processes import PROMPT_IDS, Matrix, in_process, two_processes
-from tests.end_to_end.test_bfloat16 import check_parted
-from tests.lanes import first_ci
-
-pytestmark = pytest.mark.ci
+from tests.lanes import first_quick
+from tests.shapes import LLAMA
 
 # What rounding the result to its dtype adds, relative to the largest value in a row: half a step,
 # and float32's own roundings.
@@ -100,7 +99,7 @@ async def check(matrix: Matrix, case: Case) -> None:
 
 
 # Each layout and both page sizes, dtypes and codecs once; every pair of them is in the slow lane.
-@pytest.mark.parametrize(("case",), first_ci(zip(PAIRWISE), 3), ids=str)
+@pytest.mark.parametrize(("case",), first_quick(zip(PAIRWISE), ci=2), ids=str)
 async def test_two_processes_move_kv_and_give_the_tokens_of_one(matrix: Matrix, case: Case):
     await check(matrix, case)
 

@@ -6,11 +6,12 @@ import pytest
 
 from jdisagg.config import Mode, ServiceConfig
 from jdisagg.prompt_logprobs import PromptLogprobs
-from tests.end_to_end.clusters import LLAMA, config, running
+from tests.end_to_end.clusters import running
 from tests.end_to_end.doors import served
 from tests.executor.prompts import NEAR, TOP, check_prompt, dense
 from tests.service.doors import FakePath
 from tests.service.http_doors import HttpDoor
+from tests.shapes import LLAMA, config
 
 TEXT = "Once upon a time there was a little girl who lived in a house by the sea. " * 4
 
@@ -23,8 +24,7 @@ def wanted(ids: tuple[int, ...]) -> list[float]:
 @pytest.mark.ci
 async def test_both_doors_tell_what_a_dense_pass_gives() -> None:
     """Twice: the second time both meshes know the prompt."""
-    engine = config(context=256, slots=4)
-    async with served(engine, ServiceConfig(port=0, http_port=0, drain_seconds=5.0)) as door:
+    async with served(config(), ServiceConfig(port=0, http_port=0, drain_seconds=5.0)) as door:
         ids = await door.client.tokenize(TEXT)
         assert 64 < len(ids) < 128, "of two chunks"
         for n in (1, 2):
@@ -45,9 +45,8 @@ async def test_both_doors_tell_what_a_dense_pass_gives() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", [Mode.CHUNKED, Mode.UNIFIED])
-async def test_a_mesh_that_does_both_tells_the_same(mode: Mode) -> None:
-    async with running(config(mode, decode="dp=2,tp=2", context=256, slots=4)) as run:
+async def test_a_mesh_that_does_both_tells_the_same() -> None:
+    async with running(config(Mode.CHUNKED)) as run:
         request = run.request(TEXT, max_tokens=3, prompt_logprobs=TOP)
         done = [event async for event in run.cluster.stream(request)]
         found = [event.prompt_logprobs for event in done]

@@ -5,7 +5,8 @@ from dataclasses import replace
 import pytest
 
 from jdisagg.config import EngineConfig, Mode
-from tests.end_to_end.clusters import LLAMA, MOE, config, running
+from tests.end_to_end.clusters import running
+from tests.shapes import LLAMA, MOE, config
 
 PROMPTS = ("Once upon a time", "One day a girl went to the park and", "Tom and his mother")
 
@@ -29,7 +30,7 @@ async def _streams(engine: EngineConfig, weights: str) -> list[list[int]]:
     ],
 )
 async def test_streams_do_not_depend_on_placement(directory, weights, pairs) -> None:
-    one = await _streams(config(Mode.UNIFIED, decode="tp=1", directory=directory), weights)
+    one = await _streams(config(Mode.UNIFIED, directory=directory), weights)
     assert all(len(stream) == 32 for stream in one)
     for prefill, decode in pairs:
         engine = config(prefill=prefill, decode=decode, directory=directory)

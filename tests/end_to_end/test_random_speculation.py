@@ -10,13 +10,14 @@ import pytest
 from jdisagg.config import Mode
 from jdisagg.request import Grammar, GrammarKind, Request
 from jdisagg.scheduler.draft_worth import DraftWorth
-from tests.end_to_end.clusters import LLAMA, Running, config, running
-from tests.end_to_end.test_speculation import KnowingDrafter as KnowingDrafter
-from tests.end_to_end.test_speculation import counted, knowing, learn, same_logprobs, streams
+from tests.end_to_end.clusters import Running, running
+from tests.end_to_end.drafts import KnowingDrafter as KnowingDrafter
+from tests.end_to_end.drafts import counted, learn, same_logprobs
+from tests.end_to_end.mixed_requests import streams
 from tests.fakes.cluster import Collected
 from tests.models.next_token_checkpoints import eagle_head
+from tests.shapes import LLAMA, config
 
-__all__ = ["knowing"]
 COUNT = 430  # requests, with some 520 streams
 WORDS = ("the", "cat", "sat", "on", "a", "mat", "and", "Tom", "saw", "one", "red", "ball", "in")
 GRAMMARS = (
@@ -68,7 +69,7 @@ _expected: list[Collected] = []
 
 async def without_drafts() -> list[Collected]:
     if not _expected:
-        engine = config(Mode.UNIFIED, decode="tp=1", context=256)
+        engine = config(Mode.UNIFIED)
         async with running(engine, first_device=4) as run:
             _expected.extend(await served(run, random_requests(run)))
     return _expected
@@ -96,7 +97,7 @@ async def test_random_streams_are_those_without_drafts(
     that makes errors."""
     expected = await without_drafts()
     assert DraftWorth().pays(0.0), "the fixture takes all drafts"
-    engine = config(mode, prefill, decode, context=256, speculate=source)
+    engine = config(mode, prefill, decode, speculate=source)
     if source == "eagle":
         engine = replace(
             engine, model=replace(engine.model, draft=str(eagle_head(LLAMA, tmp_path)))

@@ -11,8 +11,9 @@ from jdisagg.layout import platforms
 from jdisagg.observe.sources import Reading, reading_families
 from jdisagg.ops import optional_kernels
 from jdisagg.ops.optional_kernels import KERNELS_OF, PAGED_ATTENTION, usable
-from tests.end_to_end.clusters import LLAMA, config, dense_greedy
+from tests.end_to_end.clusters import dense_greedy
 from tests.end_to_end.doors import served
+from tests.shapes import LLAMA, config
 
 pytestmark = pytest.mark.ci
 

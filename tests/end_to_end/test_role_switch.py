@@ -7,23 +7,26 @@ tests/launch/test_role_lives.py (a real worker's lives, over gRPC),
 tests/dispatch/test_role_switcher.py and tests/simulator (changes under load, in virtual time)."""
 
 import asyncio
-import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from benchmarks.soak.load import Kind, known_kinds
-from jdisagg.client import Client
-from jdisagg.errors import UnavailableError
+from jdisagg.client import AsyncClient, Client
 from jdisagg.layout.axes import Layout
 from jdisagg.messages.roles import SwitchState
 from jdisagg.messages.worker_status import WorkerRole
 from jdisagg.service.internal.role_services import cluster_roles
 from tests import time_scale
-from tests.end_to_end.role_switch import Change, change, load, shifted
-from tests.end_to_end.test_cluster import ROOT, RunningCluster, all_free, cluster, wait_until
+from tests.end_to_end.process_clusters import (
+    RunningCluster,
+    all_free,
+    cluster,
+    launched,
+    wait_until,
+)
+from tests.end_to_end.role_switch import Change, change, load
 
 PREFILL, DECODE = WorkerRole.PREFILL, WorkerRole.DECODE
 CONCURRENT = 3
@@ -101,105 +104,45 @@ def test_a_prefill_worker_becomes_a_decode_worker_and_back_under_load(
         check_there_and_back(
             running, kinds, [("prefill-1", DECODE, None), ("prefill-1", PREFILL, None)]
         )
+        change = (f"--target={running.address}", "--worker=decode-1", "--role=prefill")
+        done = launched("switch_role", *change, "--layout=tp=1")
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.startswith("worker decode-1 is prefill (dp=1,tp=1,ep=1) after")
+        again = launched("switch_role", *change)
+        assert again.returncode == 1 and "is a prefill worker already" in again.stderr
         assert running.end() == 0
 
 
-def test_a_decode_worker_becomes_a_prefill_worker_and_back_and_the_last_of_a_role_stays(
-    folder: Path, kinds: list[Kind]
+async def until_prefill_workers(
+    running: RunningCluster, kinds: Sequence[Kind], wanted: int
 ) -> None:
-    with cluster(folder, *FLAGS) as running:
-        check_there_and_back(
-            running, kinds, [("decode-1", PREFILL, None), ("decode-1", DECODE, None)]
-        )
-
-        async def refused() -> None:
-            async with cluster_roles(running.address) as roles:
-                await roles.switch("prefill-1", DECODE)
-                with pytest.raises(UnavailableError, match="last prefill worker"):
-                    await roles.switch("prefill-0", DECODE)
-
-        asyncio.run(refused())
-        command = [
-            sys.executable,
-            "-m",
-            "launch.switch_role",
-            f"--target={running.address}",
-            "--worker=prefill-1",
-            "--role=prefill",
-        ]
-        ended = subprocess.run(
-            [*command, "--layout=tp=1"],
-            cwd=ROOT,
-            capture_output=True,
-            text=True,
-            timeout=time_scale.seconds(120),
-            check=False,
-        )
-        assert ended.returncode == 0 and ended.stdout.startswith(
-            "worker prefill-1 is prefill (dp=1,tp=1,ep=1) after"
-        ), ended.stderr
-        again = subprocess.run(
-            command,
-            cwd=ROOT,
-            capture_output=True,
-            text=True,
-            timeout=time_scale.seconds(120),
-            check=False,
-        )
-        assert again.returncode == 1 and "is a prefill worker already" in again.stderr, again.stderr
-        assert running.end() == 0
+    """Keeps a load up until the router has made so many workers prefill."""
+    async with (
+        AsyncClient(running.address, connect_seconds=30.0) as client,
+        load(running.address, kinds, 16) as streams,
+        asyncio.timeout(time_scale.seconds(180)),
+    ):
+        while True:
+            taking = [status.role for status in await client.status() if not status.draining]
+            if len(taking) == len(running.workers) and taking.count(PREFILL) == wanted:
+                break
+            await asyncio.sleep(0.1)
+    assert not streams.wrong, streams.wrong
 
 
 def test_with_elastic_the_controller_moves_a_worker_to_where_the_load_is_and_back(
     folder: Path,
 ) -> None:
-    settings = {
-        "window_seconds": 20,
-        "patience_seconds": 4,
-        "cooldown_seconds": 5,
-        "slo.ttft_seconds": 0.1,
-        "slo.tpot_seconds": 5,
-    }
-    given = (
-        "--elastic",
-        "--set=warm_up=True",
-        *(f"--set=elastic.{name}={value}" for name, value in settings.items()),
-    )
+    settings = ("window_seconds=20", "patience_seconds=4", "cooldown_seconds=5")
+    settings += ("slo.ttft_seconds=0.1", "slo.tpot_seconds=5")
+    given = ("--elastic", "--set=warm_up=True", *(f"--set=elastic.{one}" for one in settings))
     prompts = asyncio.run(known_kinds(2, tokens=(3,), prompts=(400, 450)))
     answers = asyncio.run(known_kinds(2, tokens=(300,), prompts=(8, 12)))
     with cluster(folder, *FLAGS, *given) as running:
         for kinds, prefill in ((prompts, 3), (answers, 2)):
-            asyncio.run(
-                shifted(running.address, kinds, 16, prefill, most_seconds=180.0, after_seconds=2.0)
-            )
+            asyncio.run(until_prefill_workers(running, kinds, prefill))
         check_quiet(running)
         assert running.end() == 0
-
-
-@pytest.mark.parametrize(
-    ("prefill", "decode"),
-    [
-        ("tp=4", "tp=1"),
-        ("tp=1", "dp=4"),
-        ("dp=2,tp=2", "dp=4"),
-        ("tp=2", "dp=2,tp=2"),
-        ("dp=2", "tp=4"),
-    ],
-)
-def test_any_pair_of_layouts(folder: Path, kinds: list[Kind], prefill: str, decode: str) -> None:
-    with cluster(folder, *FLAGS, f"--prefill={prefill}", f"--decode={decode}") as running:
-        steps = [
-            ("prefill-1", DECODE, Layout.parse(decode)),
-            ("prefill-1", PREFILL, Layout.parse(prefill)),
-        ]
-        steps += [
-            ("decode-1", PREFILL, Layout.parse(prefill)),
-            ("decode-1", DECODE, Layout.parse(decode)),
-        ]
-        made = asyncio.run(changes(running, kinds, steps))
-        assert [one.report.state for one in made] == [SwitchState.DONE] * 4
-        assert [one.report.layout for one in made] == [layout for _, _, layout in steps]
-        check_quiet(running)
 
 
 def test_a_worker_that_is_killed_while_it_changes_comes_back_and_no_stream_breaks(

@@ -15,9 +15,10 @@ import pytest
 from jdisagg.config import Mode
 from jdisagg.grammar.matcher import mask_words
 from jdisagg.request import FinishReason, Grammar, GrammarKind, Request
-from tests.end_to_end.clusters import Running, config, running
+from tests.end_to_end.clusters import Running, running
 from tests.end_to_end.wide_schemas import wide_schema
 from tests.fakes.cluster import Collected
+from tests.shapes import FEW_PAGES, config
 
 PROMPT = "once upon a time there was a little dog"
 FEW, MANY, FIRST_OF_MANY = 20, 500, 1000
@@ -134,7 +135,7 @@ def forced_words(runs: Sequence[int], done: Sequence[Collected]) -> str:
 
 @pytest.mark.ci
 async def test_what_is_sampled_under_schemas_of_all_kinds_is_valid() -> None:
-    async with running(config(Mode.UNIFIED, decode="tp=1")) as run:
+    async with running(config(Mode.UNIFIED)) as run:
         requests = asked(run, range(FEW), 250)
         done = await answered(run, requests)
         assert whole(requests, done) > 2, "hardly any to judge"
@@ -145,7 +146,7 @@ async def test_what_is_sampled_under_schemas_of_all_kinds_is_valid() -> None:
 @pytest.mark.slow
 async def test_what_is_sampled_under_five_hundred_schemas_is_valid() -> None:
     seeds = range(FIRST_OF_MANY, FIRST_OF_MANY + MANY)
-    one_mesh = config(Mode.UNIFIED, decode="tp=1", slots=16, context=1024)
+    one_mesh = config(Mode.UNIFIED, slots=16, context=1024)
     async with running(one_mesh) as run:
         requests = asked(run, seeds, 700)
         done = await answered(run, requests)
@@ -159,10 +160,7 @@ async def test_what_is_sampled_under_five_hundred_schemas_is_valid() -> None:
 
 async def preempted_equal(seeds: Sequence[int], undisturbed: Sequence[Collected]) -> None:
     """Two meshes, and pages for a part of the sequences."""
-    engine = config(
-        prefill="tp=2", decode="tp=1", decode_page=8, pages=40, growth=1, steps=2, slots=8
-    )
-    async with running(engine) as run:
+    async with running(config(**FEW_PAGES)) as run:
         requests = asked(run, seeds, PREEMPTED_TOKENS)
         done, preemptions = await run.complete_preempted(requests)
         print(f"preempted {preemptions} times among {len(requests)}")

@@ -10,8 +10,9 @@ from jdisagg.config import EngineConfig, Mode, PrefixConfig
 from jdisagg.node.deployment import Deployment
 from jdisagg.request import Request, SamplingParams
 from launch.model import deployment
-from tests.end_to_end.clusters import collect, config, dense_greedy, golden_copy
+from tests.end_to_end.clusters import collect, dense_greedy, golden_copy
 from tests.fakes.cluster import Collected
+from tests.shapes import config
 
 pytestmark = pytest.mark.ci
 

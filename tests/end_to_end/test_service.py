@@ -2,9 +2,7 @@
 deadlines, full queues."""
 
 import asyncio
-import random
 from contextlib import aclosing
-from dataclasses import replace
 from itertools import accumulate
 
 import grpc
@@ -12,57 +10,24 @@ import grpc.aio
 import pytest
 import pytest_asyncio
 
-from jdisagg.client import AsyncClient, Completion, GenerateOptions
+from jdisagg.client import AsyncClient, Completion
 from jdisagg.config import LimitsConfig
 from jdisagg.errors import DeadlineExceededError, OverloadedError
 from jdisagg.messages.step_commands import DecodeSteps
 from jdisagg.request import FinishReason
 from jdisagg.service.grpc import common_pb2, generation_pb2, generation_pb2_grpc
-from tests.end_to_end.clusters import LLAMA, collect, config, dense_greedy
-from tests.end_to_end.doors import Served, served
+from tests.end_to_end.clusters import dense_greedy
+from tests.end_to_end.doors import Served, answers, mixed_requests, served
 from tests.fakes.cluster import Collected
+from tests.shapes import LLAMA, config
 
 pytestmark = [pytest.mark.ci, pytest.mark.asyncio(loop_scope="module")]
-
-SENTENCE = (
-    "once upon a time there was a little dog who lived in the forest and it liked to play with a"
-    " red ball"
-)
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def door():
-    async with served(
-        config(context=256, slots=4, limits=LimitsConfig(handoff_lease_seconds=5.0))
-    ) as door:
+    async with served(config(limits=LimitsConfig(handoff_lease_seconds=5.0))) as door:
         yield door
-
-
-def mixed_requests(count: int, seed: int) -> list[GenerateOptions]:
-    """Greedy and seeded, short and long, stop strings, two children, logprobs; each its own."""
-    rng, words = random.Random(seed), SENTENCE.split()
-    requests: list[GenerateOptions] = []
-    for index in range(count):
-        text = " ".join(rng.choice(words) for _ in range(rng.choice((1, 3, 9, 30, 80))))
-        options = GenerateOptions(
-            prompt=text, temperature=0.0, max_tokens=rng.choice((1, 2, 7, 20, 45))
-        )  # type: ignore[typeddict-unknown-key]
-        if index % 2:
-            options |= GenerateOptions(temperature=0.9, top_p=0.95, seed=rng.getrandbits(30))
-        if index % 5 == 1:
-            options["n"] = 2
-        if index % 4 == 2:
-            options["stop"] = ["the", "\n"]
-        if index % 7 == 3:
-            options["logprobs"] = 2
-        if index % 3:
-            options["ignore_eos"] = True
-        requests.append(options)
-    return requests
-
-
-def answers(done: Completion) -> list[tuple[object, ...]]:
-    return [(choice.token_ids, choice.text, choice.finish_reason) for choice in done.choices]
 
 
 async def test_a_hundred_streams_at_once_give_each_what_it_gets_alone(door: Served):
@@ -185,31 +150,6 @@ async def test_a_client_that_disappears_frees_its_slot_within_a_step_and_all_its
     await door.quiet()
 
 
-async def test_a_client_that_disappears_while_its_prompt_is_prefilled_leaves_nothing_behind(
-    door: Served,
-):
-    door.prefill.close()
-    try:
-        calls = [
-            asyncio.ensure_future(door.client.complete("the dog " * 60, max_tokens=5))
-            for _ in range(12)
-        ]
-        while (await door.run.cluster.status())[0].running == 0:
-            await asyncio.sleep(0.005)
-        for call in calls:
-            call.cancel()
-        await asyncio.gather(*calls, return_exceptions=True)
-        async with asyncio.timeout(10):
-            while any(
-                status.free_pages != status.total_pages
-                for status in await door.run.cluster.status()
-            ):
-                await asyncio.sleep(0.005)
-    finally:
-        door.prefill.open()
-    await door.quiet()
-
-
 async def test_a_deadline_that_passes_while_tokens_come_is_said_and_frees_all(door: Served):
     events = door.client.generate(
         "Once upon a time", max_tokens=200, ignore_eos=True, deadline_seconds=1.0
@@ -223,45 +163,21 @@ async def test_a_deadline_that_passes_while_tokens_come_is_said_and_frees_all(do
     await door.quiet()
 
 
-@pytest.mark.parametrize("where", ["prefill", "decode"])
-async def test_a_deadline_that_passes_in_a_queue_is_said_and_frees_all(door: Served, where: str):
-    held = door.prefill if where == "prefill" else door.decode
-    held.close()
-    calls = [
-        door.client.complete("a dog", max_tokens=20, ignore_eos=True, deadline_seconds=0.3)
-        for _ in range(20)
-    ]
-    ends = await asyncio.gather(*calls, return_exceptions=True)
-    assert [type(end) for end in ends] == [DeadlineExceededError] * 20
-    held.open()
+async def test_extremes_that_are_allowed_are_served(door: Served):
+    done = await door.client.complete(
+        "a dog", max_tokens=5, temperature=100.0, top_k=2**31 - 1, top_p=1e-9, min_p=1.0, seed=2**63 - 1, n=4, logprobs=20,  # noqa: E501
+        repetition_penalty=100.0, presence_penalty=-2.0, logit_bias=[(7, -100.0)], min_tokens=5, stop=["x"] * 16, deadline_seconds=1e300,  # noqa: E501
+        priority=-(2**31) + 1, ignore_eos=True,
+    )  # fmt: skip
+    assert [len(choice.token_ids) for choice in done.choices] == [5] * 4
+    longest = await door.client.complete(token_ids=[5] * 511)
+    assert [len(choice.token_ids) for choice in longest.choices] in ([0], [1])
     await door.quiet()
-
-
-async def test_the_deadline_of_the_grpc_call_counts_too(door: Served):
-    async with grpc.aio.insecure_channel(door.target) as channel:
-        stub = generation_pb2_grpc.GenerationServiceStub(channel)
-        sampling = common_pb2.SamplingParams(max_tokens=200, ignore_eos=True)
-        door.decode.close()
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            async for _ in stub.Generate(
-                generation_pb2.GenerateRequest(text="a dog", sampling=sampling), timeout=0.4
-            ):
-                pass
-        door.decode.open()
-    assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
-    await door.quiet()
-
-
-async def test_after_all_of_it_the_service_answers_as_before(door: Served):
-    request = mixed_requests(1, seed=11)[0]
-    assert answers(await door.client.complete(**request)) == answers(
-        await door.client.complete(**request)
-    )
 
 
 async def test_a_full_queue_refuses_with_a_hint_and_harms_no_one():
     limits = LimitsConfig(max_waiting_requests=3)
-    async with served(config(context=256, slots=4, limits=limits)) as door:
+    async with served(config(limits=limits)) as door:
         alone = answers(await door.client.complete("a dog", temperature=0, max_tokens=20))
         door.prefill.close()
         first = [
@@ -289,41 +205,6 @@ async def test_a_full_queue_refuses_with_a_hint_and_harms_no_one():
             40 - len(refused)
         )
         await door.quiet()
-
-
-async def test_a_worker_without_pages_refuses_beyond_its_queue():
-    engine = config(context=256, slots=4, pages=8, growth=200)
-    engine = replace(engine, decode=replace(engine.decode, queue_limit=2))
-    async with served(engine) as door:
-        request = GenerateOptions(temperature=0, max_tokens=100, ignore_eos=True)
-        alone = answers(await door.client.complete("a dog", **request))
-        door.decode.close()
-        calls = [asyncio.ensure_future(door.client.complete("a dog", **request)) for _ in range(8)]
-        done, _ = await asyncio.wait(calls, return_when=asyncio.FIRST_EXCEPTION)
-        refused = [call for call in done if isinstance(call.exception(), OverloadedError)]
-        door.decode.open()
-        ends = await asyncio.gather(*calls, return_exceptions=True)
-        assert refused and all(
-            isinstance(end, OverloadedError) and end.retry_after_seconds
-            for end in ends
-            if not isinstance(end, Completion)
-        )
-        kept = [answers(end) for end in ends if isinstance(end, Completion)]
-        assert len(kept) >= 4 and kept == [alone] * len(kept)
-        await door.quiet()
-
-
-async def test_a_reader_that_does_not_read_holds_no_one_up(door: Served):
-    """Its tokens wait for it, and all come when it reads again."""
-    request = GenerateOptions(prompt="a dog", temperature=0, max_tokens=200, ignore_eos=True)  # type: ignore[typeddict-unknown-key]
-    slow = [door.client.generate(**request) for _ in range(3)]
-    seen = [[await anext(events)] for events in slow]
-    await door.complete_all(mixed_requests(6, seed=17))
-    for events, received in zip(slow, seen, strict=True):
-        received += [event async for event in events]
-        assert len(collect(received).tokens[0]) == 200
-    assert len({"".join(event.text for event in received) for received in seen}) == 1
-    await door.quiet()
 
 
 async def test_a_client_that_stops_reading_is_let_go_at_its_deadline(door: Served):

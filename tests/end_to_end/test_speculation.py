@@ -1,10 +1,8 @@
 """Drafts change no stream, whatever a drafter predicts: each stream equals that of the request
 alone on a mesh that verifies none."""
 
-import asyncio
-import random
-from dataclasses import replace
-from functools import partial
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -12,91 +10,25 @@ import pytest
 from jdisagg.config import EngineConfig, Mode
 from jdisagg.messages.step_commands import DecodeSteps
 from jdisagg.request import Request
-from jdisagg.scheduler import speculation
-from jdisagg.scheduler.draft_worth import DraftWorth
-from jdisagg.scheduler.sequences import Sequence
-from tests.end_to_end import test_forced_tokens, test_token_identity
-from tests.end_to_end.clusters import MOE, Running, config, golden_copy, running
-from tests.end_to_end.test_families_in_storms import LEASES, until_all_free
-from tests.end_to_end.two_decoders import TwoDecoders
+from tests.end_to_end import grammar_requests
+from tests.end_to_end.clusters import Running, golden_copy, running
+from tests.end_to_end.drafts import KnowingDrafter, counted, learn, same_logprobs, speculating
+from tests.end_to_end.mixed_requests import mixed_requests, streams
+from tests.end_to_end.two_decoders import LEASES, TwoDecoders, storm
 from tests.fakes.cluster import Collected
+from tests.lanes import first_ci
 from tests.models.next_token_checkpoints import eagle_head, with_next_token_layer
+from tests.shapes import FAMILY, FEW_PAGES, MOE, config
 
-small = partial(config, context=256, slots=4, chunk=32)
 # On a busy machine the first use of a program, which compiles it, takes minutes.
 PATIENTLY = replace(LEASES, step_seconds=600.0)
-
-
-class KnowingDrafter:
-    """Predicts the known streams of requests, with some wrong tokens: a part `errors` of all."""
-
-    source, kinds, on_mesh = "ngram", 1, False
-    streams: dict[str, dict[int, list[int]]] = {}
-    errors = 0.3
-
-    def __init__(self) -> None:
-        self._random = random.Random(5)
-
-    def draft(self, child: Sequence, most: int) -> speculation.Draft | None:
-        known = self.streams.get(child.group.request.request_id, {}).get(child.child, [])
-        coming = known[len(child.generated) : len(child.generated) + most]
-        wrong = [
-            token if self._random.random() > self.errors else self._random.randrange(300)
-            for token in coming
-        ]
-        return speculation.Draft(0, tuple(wrong)) if wrong else None
-
-
-@pytest.fixture
-def knowing(monkeypatch: pytest.MonkeyPatch) -> type[KnowingDrafter]:
-    """Drafts that are verified in every step, whether or not this saves time."""
-    monkeypatch.setattr(speculation, "NgramDrafter", KnowingDrafter)
-    monkeypatch.setattr(DraftWorth, "pays", lambda self, gain: True)
-    return KnowingDrafter
-
-
-@pytest.fixture
-def always(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The drafts of the mesh itself, verified in every step, whether or not this saves time."""
-    monkeypatch.setattr(DraftWorth, "pays", lambda self, gain: True)
-
-
-def speculating(engine: EngineConfig, source: str = "ngram") -> EngineConfig:
-    return replace(engine, decode=replace(engine.decode, speculate=source))
-
-
-def streams(done: list[Collected]) -> list[object]:
-    return [(one.tokens, one.text, one.finish) for one in done]
-
-
-def counted(run: Running, name: str) -> int:
-    return sum(worker.counters[f"{name}_tokens"] for worker in run.cluster._workers)
-
-
-def learn(knowing: type[KnowingDrafter], asked: list[Request], done: list[Collected]) -> None:
-    knowing.streams = {
-        request.request_id: {child: list(tokens) for child, tokens in one.tokens.items()}
-        for request, one in zip(asked, done, strict=True)
-    }
-
-
-def same_logprobs(done: list[Collected], expected: list[Collected]) -> None:
-    for one, other in zip(done, expected, strict=True):
-        assert one.logprobs.keys() == other.logprobs.keys()
-        for child, values in one.logprobs.items():
-            assert len(values) == len(other.logprobs[child])
-            for value, wanted in zip(values, other.logprobs[child], strict=True):
-                assert value.logprob == pytest.approx(wanted.logprob, abs=1e-4)
-                assert [token for token, _ in value.top] == [token for token, _ in wanted.top]
 
 
 def all_requests(run: Running) -> list[Request]:
     """Greedy and seeded, penalties, log-probabilities, bias, stops, least tokens, n = 2, schemas
     and regular expressions."""
-    plain = [
-        one for one in test_token_identity.mixed_requests(run) if len(one.prompt_token_ids) < 130
-    ]
-    return [*plain, *test_forced_tokens.requests(run)]
+    plain = [one for one in mixed_requests(run) if len(one.prompt_token_ids) < 130]
+    return [*plain, *grammar_requests.requests(run)]
 
 
 _expected: list[Collected] = []
@@ -104,7 +36,7 @@ _expected: list[Collected] = []
 
 async def alone() -> list[Collected]:
     if not _expected:
-        async with running(small(Mode.UNIFIED, decode="tp=1"), first_device=4) as run:
+        async with running(config(Mode.UNIFIED), first_device=4) as run:
             _expected.extend([await run.complete(request) for request in all_requests(run)])
             assert counted(run, "drafted") == 0
     return _expected
@@ -112,20 +44,19 @@ async def alone() -> list[Collected]:
 
 @pytest.mark.ci
 @pytest.mark.parametrize(
-    ("mode", "prefill", "decode", "steps"),
-    [
-        pytest.param(Mode.UNIFIED, "tp=1", "tp=1", 1, marks=pytest.mark.slow),
-        pytest.param(Mode.CHUNKED, "tp=1", "dp=2,tp=2", 4, marks=pytest.mark.slow),
-        (Mode.DISAGGREGATED, "tp=2", "dp=2", 1),
-        pytest.param(Mode.DISAGGREGATED, "pp=2", "pp=2,tp=2", 4, marks=pytest.mark.slow),
-    ],
+    ("engine",),
+    first_ci(
+        [
+            (config(),),
+            (config(Mode.CHUNKED, steps=4),),
+            (config(prefill="pp=2", decode="pp=2,tp=2", steps=4),),
+        ]
+    ),
+    ids=("two meshes", "one mesh", "stages"),
 )
-async def test_drafts_change_no_stream(
-    mode: Mode, prefill: str, decode: str, steps: int, knowing: type[KnowingDrafter]
-) -> None:
+async def test_drafts_change_no_stream(engine: EngineConfig, knowing: type[KnowingDrafter]) -> None:
     expected = await alone()
-    engine = speculating(small(mode, prefill, decode, steps=steps))
-    async with running(engine) as run:
+    async with running(speculating(engine)) as run:
         asked = all_requests(run)
         learn(knowing, asked, expected)
         done = await run.complete_all(asked)
@@ -136,21 +67,12 @@ async def test_drafts_change_no_stream(
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize(
-    ("mode", "prefill", "decode"),
-    [
-        (Mode.DISAGGREGATED, "tp=2", "dp=2"),
-        pytest.param(Mode.UNIFIED, "tp=1", "tp=1", marks=pytest.mark.slow),
-        pytest.param(Mode.CHUNKED, "tp=1", "dp=2,tp=2", marks=pytest.mark.slow),
-    ],
-)
-async def test_drafts_of_the_next_token_layer_change_no_stream(
-    mode: Mode, prefill: str, decode: str, always: None
-) -> None:
+@pytest.mark.parametrize(("mode",), first_ci([(Mode.DISAGGREGATED,), (Mode.CHUNKED,)]))
+async def test_drafts_of_the_next_token_layer_change_no_stream(mode: Mode, always: None) -> None:
     """Of the shipped model, whose prompts' KV of the layer comes from the prefill mesh. The second
     time, prompts are in the prefix cache."""
     expected = await alone()
-    engine = speculating(small(mode, prefill, decode), "mtp")
+    engine = speculating(config(mode), "mtp")
     async with running(engine) as run:
         for _ in range(2):
             done = await run.complete_all(all_requests(run))
@@ -162,6 +84,53 @@ async def test_drafts_of_the_next_token_layer_change_no_stream(
         assert (mode is Mode.CHUNKED) == any(one.chunk is not None for one in steps)
 
 
+@dataclass
+class Both:
+    """What a cluster gave with drafts, and one without."""
+
+    done: list[Collected]
+    without: list[Collected]
+    drafted: int
+    accepted: int
+    sources: set[str]
+
+
+async def both(
+    engine: EngineConfig,
+    source: str,
+    asked: Callable[[Running], list[Request]],
+    knowing: type[KnowingDrafter] | None = None,
+    first_device: int = 0,
+) -> Both:
+    """The streams are equal; how many were drafted is for the test to judge."""
+    async with running(engine, first_device=first_device) as run:
+        without = await run.complete_all(asked(run))
+    async with running(speculating(engine, source), first_device=first_device) as run:
+        requests = asked(run)
+        if knowing:
+            learn(knowing, requests, without)
+        done = await run.complete_all(requests)
+        labelled = [pair for worker in run.cluster._workers for pair in worker.counters.labelled()]
+        sources = {dict(labels)["source"] for name, labels in labelled if name == "drafted_tokens"}
+        drafted, accepted = counted(run, "drafted"), counted(run, "accepted")
+    assert streams(done) == streams(without)
+    return Both(done, without, drafted, accepted, sources)
+
+
+def few_requests(run: Running, step: int = 9, hot: float = 1.5, **options: object) -> list[Request]:
+    options = {"max_tokens": 50, "ignore_eos": True} | options
+    return [
+        run.request(
+            range(20, 30 + step * seed),
+            f"k{seed}",
+            seed=seed,
+            temperature=hot * (seed % 2),
+            **options,
+        )
+        for seed in range(6)
+    ]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["deepseek_v3", "glm4_moe"])
 async def test_drafts_of_a_random_layer_change_no_stream(
@@ -169,131 +138,54 @@ async def test_drafts_of_a_random_layer_change_no_stream(
 ) -> None:
     """Latents and experts, over all ranks of the decode mesh."""
     directory = with_next_token_layer(golden_copy(name, tmp_path), tmp_path)
-    engine = config(
-        Mode.DISAGGREGATED,
-        decode="dp=2,ep=2",
-        directory=directory,
-        decode_page=4,
-        chunk=32,
-        context=128,
-    )
-    done: list[list[Collected]] = []
-    for one in (engine, speculating(engine, "mtp")):
-        async with running(one) as run:
-            asked = [
-                run.request(
-                    range(20, 30 + 9 * seed),
-                    f"k{seed}",
-                    max_tokens=50,
-                    temperature=1.5 * (seed % 2),
-                    seed=seed,
-                    ignore_eos=True,
-                )
-                for seed in range(6)
-            ]
-            done.append(await run.complete_all(asked))
-            accepted, drafted = counted(run, "accepted"), counted(run, "drafted")
-    assert streams(done[1]) == streams(done[0])
-    assert 0 < accepted < drafted
+    engine = config(decode="dp=2,ep=2", directory=directory, **FAMILY)
+    found = await both(engine, "mtp", few_requests)
+    assert 0 < found.accepted < found.drafted
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize(
-    ("mode", "prefill", "decode"),
-    [
-        (Mode.DISAGGREGATED, "tp=2", "dp=2"),
-        pytest.param(Mode.CHUNKED, "tp=1", "tp=2", marks=pytest.mark.slow),
-        pytest.param(Mode.UNIFIED, "tp=1", "tp=1", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize(("mode",), first_ci([(Mode.DISAGGREGATED,), (Mode.CHUNKED,)]))
 async def test_drafts_of_an_eagle_head_change_no_stream(
-    mode: Mode, prefill: str, decode: str, tmp_path: Path, always: None
+    mode: Mode, tmp_path: Path, always: None
 ) -> None:
     """A random head, whose input crosses the border of two groups of layers. At a high temperature
     it often draws the token of a model with random weights."""
     directory = golden_copy("llama_tied", tmp_path)
-    head = eagle_head(directory, tmp_path)
-    engine = config(
-        mode, prefill, decode, directory=directory, decode_page=4, chunk=32, context=128
-    )
-    done: list[list[Collected]] = []
-    for one in (engine, speculating(engine, "eagle")):
-        async with running(replace(one, model=replace(one.model, draft=str(head)))) as run:
-            asked = [
-                run.request(
-                    range(20, 30 + 9 * seed),
-                    f"k{seed}",
-                    max_tokens=50,
-                    temperature=1.5 * (seed % 2),
-                    seed=seed,
-                    ignore_eos=True,
-                )
-                for seed in range(6)
-            ]
-            done.append(await run.complete_all(asked))
-            accepted, drafted = counted(run, "accepted"), counted(run, "drafted")
-            sources = {
-                labels
-                for worker in run.cluster._workers
-                for name, labels in worker.counters.labelled()
-                if name == "drafted_tokens"
-            }
-    assert streams(done[1]) == streams(done[0])
-    assert 0 < accepted < drafted and sources == {(("source", "eagle"),)}
+    engine = config(mode, directory=directory, **FAMILY)
+    model = replace(engine.model, draft=str(eagle_head(directory, tmp_path)))
+    found = await both(replace(engine, model=model), "eagle", few_requests)
+    assert 0 < found.accepted < found.drafted and found.sources == {"eagle"}
 
 
 @pytest.mark.ci
 async def test_the_shipped_model_takes_several_tokens_a_step_with_its_own_layer(
     always: None,
 ) -> None:
-    engine = speculating(small(Mode.DISAGGREGATED, "tp=1", "tp=1", slots=1), "mtp")
+    engine = speculating(config(), "mtp")
     async with running(engine) as run:
         (done,) = await run.complete_all([run.request("Once upon a time", max_tokens=100)])
         steps = sum(isinstance(command, DecodeSteps) for command in run.recording.decode)
     assert len(done.tokens[0]) > 1.6 * steps
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "drafts"),
-    [
-        pytest.param("gpt_oss", True, marks=pytest.mark.slow),
-        pytest.param("qwen3_next", False, marks=pytest.mark.slow),
-        pytest.param("deepseek_v3", True, marks=pytest.mark.slow),
-        pytest.param("mistral_window", True, marks=pytest.mark.slow),
-    ],
+    ("name", "drafts"), [("gpt_oss", True), ("qwen3_next", False), ("deepseek_v3", True)]
 )
 async def test_drafts_change_no_stream_whatever_is_kept_of_a_position(
     name: str, drafts: bool, tmp_path: Path, knowing: type[KnowingDrafter]
 ) -> None:
     """Windows in rings of pages, latents, and a state, which takes no drafts."""
-    directory = golden_copy(name, tmp_path)
-    engine = config(
-        Mode.DISAGGREGATED, decode="dp=2", directory=directory, decode_page=4, chunk=32, context=128
-    )
-    done: list[list[Collected]] = []
-    for one in (engine, speculating(engine)):
-        async with running(one) as run:
-            asked = [
-                run.request(
-                    range(20, 30 + 3 * seed),
-                    f"k{seed}",
-                    max_tokens=60,
-                    temperature=float(seed % 2),
-                    seed=seed,
-                    repetition_penalty=1.0 + 0.2 * (seed == 3),
-                    logprobs=1 if seed == 4 else None,
-                    ignore_eos=True,
-                )
-                for seed in range(6)
-            ]
-            if done:
-                learn(knowing, asked, done[0])
-            done.append(await run.complete_all(asked))
-            accepted, drafted = counted(run, "accepted"), counted(run, "drafted")
-    assert streams(done[1]) == streams(done[0])
-    same_logprobs(done[1], done[0])
-    assert 50 < accepted < drafted - 50 if drafts else drafted == 0
+    engine = config(directory=golden_copy(name, tmp_path), **FAMILY)
+
+    def asked(run: Running) -> list[Request]:
+        penalised = few_requests(run, 4, repetition_penalty=1.2, logprobs=1)
+        plain = few_requests(run, 3, 1.0, max_tokens=60)
+        return [*plain, *(replace(one, request_id=f"p{one.request_id}") for one in penalised)]
+
+    found = await both(engine, "ngram", asked, knowing)
+    same_logprobs(found.done, found.without)
+    assert 50 < found.accepted < found.drafted - 50 if drafts else found.drafted == 0
 
 
 @pytest.mark.slow
@@ -303,55 +195,29 @@ async def test_drafts_of_sequences_in_a_storm_change_no_stream(
 ) -> None:
     """Too few pages, moves between two decode workers, of which one dies."""
     expected = await alone()
-    storm = small(
-        prefill="tp=2", decode="dp=2", decode_page=4, pages=64, growth=1, limits=PATIENTLY
-    )
-    async with running(speculating(storm, source), kind=TwoDecoders) as run:
-        cluster = run.cluster
-        assert isinstance(cluster, TwoDecoders)
-        asked = all_requests(run)
-        learn(knowing, asked, expected)
-        moving = asyncio.create_task(cluster.move_some())
-        done, _ = await run.complete_preempted(
-            asked, enough=lambda: cluster.first.counters["sequences_moved"] > 0
-        )
-        assert streams(done) == streams(expected)
-        dying = asyncio.create_task(cluster.die_when_busy())
-        done = await run.complete_all(asked)
-        moving.cancel()
-        assert streams(done) == streams(expected)
-        assert await asyncio.wait_for(dying, 1.0) >= 2, "nobody ran where the worker died"
+    engine = speculating(config(**FEW_PAGES, limits=PATIENTLY), source)
+    async with running(engine, kind=TwoDecoders) as run:
+        learn(knowing, all_requests(run), expected)
+        cluster = await storm(run, all_requests, streams, streams(expected))
         for worker in (cluster.first, cluster.second):
             assert 0 < worker.counters["accepted_tokens"] < worker.counters["drafted_tokens"]
-        await until_all_free(run)
 
 
 @pytest.mark.slow
 async def test_drafts_of_experts_change_no_stream(knowing: type[KnowingDrafter]) -> None:
-    engine = small(Mode.CHUNKED, "tp=1", "dp=2,ep=2", directory=MOE)
-    done: list[list[Collected]] = []
-    for one in (engine, speculating(engine)):
-        async with running(one) as run:
-            asked = test_forced_tokens.requests(run)
-            if done:
-                learn(knowing, asked, done[0])
-            done.append(await run.complete_all(asked))
-            accepted, drafted = counted(run, "accepted"), counted(run, "drafted")
-    assert streams(done[1]) == streams(done[0])
-    assert 50 < accepted < drafted - 50
+    engine = config(Mode.CHUNKED, decode="dp=2,ep=2", directory=MOE)
+    found = await both(engine, "ngram", grammar_requests.requests, knowing)
+    assert 50 < found.accepted < found.drafted - 50
 
 
 @pytest.mark.ci
 async def test_repeated_text_is_drafted_from_the_sequence_itself() -> None:
     """With the drafter and the decisions of a server."""
-    engine = small(Mode.UNIFIED, decode="tp=1", slots=1)
-    done: list[list[Collected]] = []
-    for one in (engine, speculating(engine)):
-        async with running(one, first_device=4) as run:
-            prompt = "Tom and Sue saw a dog. Tom and Sue saw a cat. Tom and Sue saw a"
-            looping = {"frequency_penalty": -1.0, "ignore_eos": True}
-            asked = [run.request(prompt, "r", max_tokens=150, **looping)]
-            done.append(await run.complete_all(asked))
-            accepted = counted(run, "accepted")
-    assert streams(done[1]) == streams(done[0])
-    assert accepted > 30
+
+    def asked(run: Running) -> list[Request]:
+        prompt = "Tom and Sue saw a dog. Tom and Sue saw a cat. Tom and Sue saw a"
+        looping = {"frequency_penalty": -1.0, "ignore_eos": True}
+        return [run.request(prompt, "r", max_tokens=150, **looping)]
+
+    found = await both(config(Mode.UNIFIED), "ngram", asked, first_device=4)
+    assert found.accepted > 30

@@ -15,19 +15,18 @@ from jdisagg.config import EngineConfig, Mode
 from jdisagg.errors import ConfigError
 from models.tokenizer import Tokenizer
 from tests.end_to_end.clusters import (
-    LLAMA,
-    MOE,
-    check_bytes,
-    config,
+    PROMPT,
+    check,
+    check_continuations,
     dense_greedy,
     golden_copy,
     running,
 )
-from tests.end_to_end.test_cluster import all_free, cluster, wait_until
-from tests.end_to_end.test_layouts import PROMPT, check_continuations, expected
-from tests.end_to_end.test_token_identity import mixed_requests, reference, streams
+from tests.end_to_end.mixed_requests import mixed_requests, reference, streams
+from tests.end_to_end.process_clusters import all_free, cluster, wait_until
 from tests.end_to_end.two_decoders import TwoDecoders
 from tests.lanes import first_ci
+from tests.shapes import LLAMA, MOE, config
 
 ci, slow = pytest.mark.ci, pytest.mark.slow
 LAYERS = 4
@@ -40,12 +39,6 @@ def staged(
     return config(mode, prefill, decode, layer_groups=LAYERS, **pages)  # type: ignore[arg-type]
 
 
-async def check(engine: EngineConfig) -> None:
-    async with running(engine) as run:
-        directory = Path(engine.model.directory)
-        await check_bytes(run, run.tokenizer.encode(PROMPT), expected(directory))
-
-
 PAIRS = [
     (f"pp={here}{more}", f"pp={there}{also}")
     for (here, there), more, also in itertools.product(
@@ -55,15 +48,8 @@ PAIRS = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("prefill", "decode"),
-    [
-        ("pp=2,tp=2", "pp=3"),
-        pytest.param("pp=2", "tp=1", marks=slow),
-        pytest.param("tp=2", "pp=4", marks=slow),
-        pytest.param("pp=3", "pp=2,dp=2", marks=slow),
-    ],
-)
+@ci
+@pytest.mark.parametrize(("prefill", "decode"), first_ci([("pp=2,tp=2", "pp=3"), ("tp=2", "pp=2")]))
 async def test_stages_give_the_tokens_of_a_dense_pass_and_move_the_bytes_of_the_kv(
     prefill: str, decode: str
 ) -> None:
@@ -79,9 +65,8 @@ async def test_every_pair_of_stages_gives_the_tokens_of_a_dense_pass(
 
 
 @ci
-@pytest.mark.parametrize(("mode",), first_ci([(Mode.CHUNKED,), (Mode.UNIFIED,)]))
-async def test_stages_of_one_pool_give_the_tokens_of_a_dense_pass(mode: Mode) -> None:
-    await check(config(mode, decode="pp=3", chunk=16))
+async def test_stages_of_one_pool_give_the_tokens_of_a_dense_pass() -> None:
+    await check(config(Mode.CHUNKED, decode="pp=3", chunk=16))
 
 
 @ci
@@ -131,22 +116,6 @@ async def test_sequences_that_move_between_stages_and_one_mesh_give_the_streams_
         moving.cancel()
     assert preemptions > 0
     assert streams(done) == await reference()
-
-
-@ci
-@pytest.mark.parametrize(
-    ("prefill", "decode"),
-    [
-        pytest.param("tp=2", "pp=2", id="opt-13b", marks=slow),
-        pytest.param("tp=4", "pp=2,tp=2", id="opt-66b", marks=slow),
-    ],
-)
-async def test_the_placements_of_distserve_with_two_stages_of_decode_give_the_streams_of_each_alone(
-    prefill: str, decode: str
-) -> None:
-    """As published, DistServe decodes OPT-13B in two stages and OPT-66B in two of two cards."""
-    async with running(staged(prefill, decode, chunk=64)) as run:
-        assert streams(await run.complete_all(mixed_requests(run))) == await reference()
 
 
 async def test_more_stages_than_layers_are_refused_before_weights_are_read() -> None:

@@ -7,53 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from jdisagg.config import EngineConfig, Mode, PrefixConfig
-from jdisagg.request import Request
-from tests.end_to_end.clusters import PATIENT, Running, config, golden_copy, running
-from tests.end_to_end.test_prefix_reuse import Conversations, one_after_the_other
-
-
-class Talk(Conversations):
-    """Short turns of random tokens, some of which branch off from within an earlier answer."""
-
-    BEGINNINGS = (20, 45, 75)
-
-    def words(self, tokens: int) -> tuple[int, ...]:
-        return tuple(self._random.randrange(3, 130) for _ in range(tokens))
-
-    def _next(self) -> Request:
-        rng, self._count = self._random, self._count + 1
-        history = rng.choice(self._histories)
-        if self._count % 3 == 0:
-            history = history[: rng.randrange(len(history))]
-        ids = (history + self.words(rng.choice((1, 3, 16, 30))))[:150]
-        options: dict[str, object] = {"max_tokens": rng.choice((3, 18, 35)), "ignore_eos": True}
-        if self._count % 2:
-            options |= {"temperature": 0.8, "seed": rng.getrandbits(40), "top_p": 0.9}
-        if self._count % 4 == 1:
-            options |= {"n": 2}
-        if self._count % 5 == 2:
-            options |= {"logprobs": 2}
-        return self._run.request(ids, f"r{self._count}", **options)
-
-
-async def converse(engine: EngineConfig, waves: int = 3) -> tuple[list[object], int, Running]:
-    """The streams, and the number of cached tokens."""
-    async with running(engine) as run:
-        talk, streams, cached = Talk(run, seed=11), [], 0
-        for _ in range(waves):
-            asked = talk.wave(4)
-            done = await run.complete_all(asked)
-            talk.heard(asked, done)
-            streams += [(one.tokens, one.finish) for one in done]
-            cached += sum(one.usage.cached_tokens for one in done if one.usage)
-        for worker in run.cluster._workers:
-            for kept in worker._kept.snapshots:
-                assert kept.pending == 0 and kept.free + kept.filled == kept.total
-    return streams, cached, run
-
-
-SIZES = {"context": 256, "slots": 4, "chunk": 64}
+from jdisagg.config import Mode, PrefixConfig
+from tests.end_to_end.clusters import golden_copy, running
+from tests.end_to_end.conversations import one_after_the_other
+from tests.end_to_end.short_turns import Talk, converse
+from tests.shapes import FAMILY, PATIENT, config
 
 
 @pytest.mark.parametrize(
@@ -62,22 +20,17 @@ SIZES = {"context": 256, "slots": 4, "chunk": 64}
         pytest.param("qwen3_next", Mode.DISAGGREGATED, "tp=2", "dp=2", marks=pytest.mark.ci),
         pytest.param("qwen3_next", Mode.CHUNKED, "tp=1", "dp=2", marks=pytest.mark.slow),
         pytest.param("kimi_linear", Mode.DISAGGREGATED, "tp=2", "dp=2", marks=pytest.mark.slow),
-        pytest.param("kimi_linear", Mode.CHUNKED, "tp=2", "tp=2", marks=pytest.mark.slow),
         pytest.param("lfm2", Mode.DISAGGREGATED, "tp=2", "dp=2", marks=pytest.mark.slow),
         pytest.param("minimax", Mode.DISAGGREGATED, "tp=2", "dp=2", marks=pytest.mark.slow),
         pytest.param("qwen3_5", Mode.UNIFIED, "tp=1", "tp=2", marks=pytest.mark.slow),
-        pytest.param("nemotron_h_moe", Mode.DISAGGREGATED, "dp=2", "tp=1", marks=pytest.mark.slow),
         pytest.param("granite4_hybrid", Mode.CHUNKED, "tp=1", "dp=2", marks=pytest.mark.slow),
-        pytest.param("granite4_hybrid", Mode.UNIFIED, "tp=1", "tp=1", marks=pytest.mark.slow),
     ],
 )
 async def test_streams_are_those_of_a_server_that_keeps_nothing(
     name: str, mode: Mode, prefill: str, decode: str, tmp_path: Path
 ) -> None:
     directory = golden_copy(name, tmp_path)
-    engine = config(
-        mode, prefill, decode, directory=directory, prefill_page=16, decode_page=8, **SIZES
-    )  # type: ignore[arg-type]
+    engine = config(mode, prefill, decode, directory=directory, **FAMILY)
     alone = replace(engine, prefix=PrefixConfig())
     expected, none, _ = await converse(alone)
     streams, cached, run = await converse(replace(engine, prefix=PrefixConfig(True, 16)))
@@ -99,9 +52,7 @@ async def test_decode_workers_keep_windows_alone_and_reuse_what_other_layers_kee
 ) -> None:
     """The pages of the prefill worker have room for one long prompt; host memory has the rest."""
     directory = golden_copy(name, tmp_path)
-    engine = config(
-        prefill=prefill, decode=decode, directory=directory, prefill_page=16, decode_page=4, **SIZES
-    )  # type: ignore[arg-type]
+    engine = config(prefill=prefill, decode=decode, directory=directory, **FAMILY)
     expected, none, _ = await converse(engine, waves=5)
     few = replace(engine.prefill, pages_per_rank=11)
     tiers = PrefixConfig(True, 16, host_gib=0.25, restores="always")
@@ -116,15 +67,12 @@ async def test_decode_workers_keep_windows_alone_and_reuse_what_other_layers_kee
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", [Mode.DISAGGREGATED, Mode.CHUNKED])
-async def test_on_a_grid_of_whole_chunks_a_hit_gives_the_bits_of_a_miss(
-    mode: Mode, tmp_path: Path
-) -> None:
+async def test_on_a_grid_of_whole_chunks_a_hit_gives_the_bits_of_a_miss(tmp_path: Path) -> None:
     directory = golden_copy("qwen3_next", tmp_path)
-    engine = config(mode, "tp=1", "tp=1", directory=directory, dtype="bfloat16", **SIZES)  # type: ignore[arg-type]
+    engine = config(directory=directory, dtype="bfloat16", **FAMILY)
     heard: list[list[object]] = []
     for reuse in (False, True):
-        prefix = PrefixConfig(True, 16, 64) if reuse else PrefixConfig()
+        prefix = PrefixConfig(True, 16, 32) if reuse else PrefixConfig()
         async with running(replace(engine, prefix=prefix)) as run:
             said, cached = await one_after_the_other(run, Talk(run, seed=5), (100, 20))
         assert (cached > 0) == reuse

@@ -12,7 +12,9 @@ from jdisagg.config import Mode, PrefixConfig
 from jdisagg.messages.step_commands import DecodeSteps
 from jdisagg.request import Grammar, GrammarKind
 from tests import time_scale
-from tests.end_to_end.clusters import Running, config, running
+from tests.end_to_end.clusters import Running, running
+from tests.lanes import first_ci
+from tests.shapes import DECODE, PREFILL, config
 
 REGEX = Grammar(GrammarKind.REGEX, "[0-9]{30}")
 FORCED = Grammar(GrammarKind.REGEX, "[0-9] one two three four five six [0-9]{9}")
@@ -45,28 +47,18 @@ def test_the_count_sees_a_compilation():
 @pytest.mark.ci
 @pytest.mark.parametrize(
     ("mode", "prefill", "decode"),
-    [
-        (Mode.DISAGGREGATED, "tp=1", "dp=2,tp=2"),
-        pytest.param(Mode.DISAGGREGATED, "dp=2,tp=2", "tp=1", marks=pytest.mark.slow),
-        pytest.param(Mode.CHUNKED, "", "dp=2", marks=pytest.mark.slow),
-        pytest.param(Mode.DISAGGREGATED, "pp=2", "pp=2", marks=pytest.mark.slow),
-    ],
+    first_ci(
+        [
+            (Mode.DISAGGREGATED, PREFILL, DECODE),
+            (Mode.CHUNKED, PREFILL, ""),
+            (Mode.DISAGGREGATED, "pp=2", "pp=2"),
+        ]
+    ),
 )
 async def test_nothing_is_compiled_after_warm_up(mode, prefill, decode, monkeypatch):
-    if not (prefill and "dp" in decode):  # three programs at a time, as on six cores
+    if "dp" not in decode:  # three programs at a time, as on six cores
         monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(6))
-    meshes = config(
-        mode,
-        prefill or "tp=1",
-        decode,
-        chunk=64,
-        slots=4,
-        decode_page=8,
-        warm_up=True,
-        pages=40,
-        growth=8,
-        context=256,
-    )
+    meshes = config(mode, prefill, decode, warm_up=True)
     # blocks of 16 and 32 tokens carry all layers, of 64 half of them
     one = "pp" not in decode
     few = replace(meshes.prefill, block_bytes=64 << 10) if one else meshes.prefill
@@ -141,13 +133,17 @@ async def rest_and_go_on(run: Running) -> None:
     assert counters["spills_restored"] > before and counters["spills_missed"] == 0
 
 
-async def test_the_host_reads_tokens_and_nothing_else():
+@pytest.mark.ci
+@pytest.mark.parametrize(
+    ("prefill", "decode"), first_ci([(PREFILL, DECODE), ("pp=2,tp=2", "pp=2")])
+)
+async def test_the_host_reads_tokens_and_nothing_else(prefill: str, decode: str) -> None:
     """Tokens are read back in one place (`executor/results.py`), which says that it is meant; any
     other way this guard forbids (on CPU, where host and device share memory, the guard sees less
     than on a GPU)."""
     jax.config.update("jax_transfer_guard_device_to_host", "disallow")
     try:
-        async with running(config(Mode.DISAGGREGATED, "pp=2,tp=2", "pp=2")) as run:
+        async with running(config(prefill=prefill, decode=decode)) as run:
             done = await run.complete(
                 run.request("Once upon a time", max_tokens=20, ignore_eos=True)
             )

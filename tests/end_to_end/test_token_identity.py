@@ -2,91 +2,23 @@
 per dispatch give the streams of each request alone."""
 
 import asyncio
-import random
 from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 
-from jdisagg.config import Mode, PrefixConfig
+from jdisagg.config import EngineConfig, Mode, PrefixConfig
 from jdisagg.messages.step_commands import DecodeSteps, InsertBlock, PrefillChunk
-from jdisagg.request import Request
-from tests.end_to_end.clusters import Running, config, running
+from tests.end_to_end.clusters import Running, running
+from tests.end_to_end.mixed_requests import SENTENCE, mixed_requests, reference, streams
 from tests.fakes.cluster import Collected
 from tests.lanes import first_ci
-
-SENTENCE = (
-    "once upon a time there was a little dog who lived in the forest and it liked to play with a"
-    " red ball under the big tree"
-)
-WORDS = SENTENCE.split()
-
-
-def mixed_requests(run: Running) -> list[Request]:
-    """32 requests: greedy and seeded, prompts of 1 to 400 tokens, penalties, stops, bias, minimum
-    lengths, n = 2."""
-    rng = random.Random(7)
-    lengths = [
-        1,
-        2,
-        15,
-        16,
-        17,
-        63,
-        64,
-        65,
-        128,
-        400,
-        399,
-        *(rng.randint(1, 400) for _ in range(21)),
-    ]
-    requests = []
-    for index, length in enumerate(lengths):
-        text = " ".join(rng.choice(WORDS) for _ in range(length))
-        ids = (run.tokenizer.encode(text) * length)[:length]
-        options: dict[str, object] = {"max_tokens": rng.choice((5, 20, 40, 60))}
-        if index % 2:
-            options |= {"temperature": rng.choice((0.5, 0.8, 1.2)), "seed": rng.getrandbits(40)}
-        if index % 4 == 1:
-            options |= {"top_p": 0.9, "top_k": rng.choice((0, 20))}
-        if index % 5 == 2:
-            options |= {
-                "presence_penalty": 0.4,
-                "frequency_penalty": 0.3,
-                "repetition_penalty": 1.2,
-            }
-        if index % 6 == 3:
-            options |= {"stop": ("the", ". ")}
-        if index % 7 == 4:
-            options |= {"logit_bias": ((20, 3.0), (300, -100.0)), "min_tokens": 4}
-        if index % 8 == 5:
-            options |= {"n": 2, "logprobs": 3}
-        if index % 3:
-            options |= {"ignore_eos": True}
-        requests.append(run.request(ids, f"r{index}", **options))
-    return requests
-
-
-def streams(done: list[Collected]) -> list[object]:
-    return [(one.tokens, one.text, one.finish) for one in done]
+from tests.shapes import FEW_PAGES, config
 
 
 async def all_at_once(engine: object) -> tuple[list[object], Running]:
     async with running(engine) as run:  # type: ignore[arg-type]
         return streams(await run.complete_all(mixed_requests(run))), run
-
-
-_REFERENCE: list[object] = []
-
-
-async def reference() -> list[object]:
-    """One by one, unified, on one device."""
-    if not _REFERENCE:
-        async with running(config(Mode.UNIFIED, decode="tp=1")) as run:
-            _REFERENCE.extend(
-                streams([await run.complete(request) for request in mixed_requests(run)])
-            )
-    return _REFERENCE
 
 
 @pytest.mark.ci
@@ -132,9 +64,8 @@ def decoded_while_chunks_landed(run: Running) -> bool:
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize(("mode",), first_ci([(Mode.CHUNKED,), (Mode.UNIFIED,)]))
-async def test_all_at_once_on_one_mesh_gives_the_same_streams(mode):
-    result, _ = await all_at_once(config(mode, decode="dp=2,tp=2"))
+async def test_all_at_once_on_one_mesh_gives_the_same_streams():
+    result, _ = await all_at_once(config(Mode.CHUNKED))
     assert result == await reference()
 
 
@@ -153,22 +84,18 @@ async def outgrow_their_pages(
 
 @pytest.mark.ci
 @pytest.mark.parametrize(
-    ("mode", "prefill", "decode", "pages", "steps", "host_gib"),
-    [
-        pytest.param(Mode.DISAGGREGATED, "tp=1", "tp=1", 58, 1, 0.0, marks=pytest.mark.slow),
-        pytest.param(Mode.DISAGGREGATED, "tp=1", "tp=1", 58, 4, 0.0, marks=pytest.mark.slow),
-        pytest.param(Mode.CHUNKED, "tp=1", "tp=1", 58, 1, 0.0, marks=pytest.mark.slow),
-        pytest.param(Mode.DISAGGREGATED, "tp=1", "tp=2", 58, 1, 0.25, marks=pytest.mark.slow),
-        (Mode.DISAGGREGATED, "tp=2", "dp=2", 56, 1, 0.25),
-        pytest.param(Mode.CHUNKED, "tp=1", "tp=1", 58, 1, 0.25, marks=pytest.mark.slow),
-        pytest.param(Mode.DISAGGREGATED, "pp=2", "pp=2", 58, 1, 0.25, marks=pytest.mark.slow),
-        pytest.param(Mode.CHUNKED, "tp=1", "pp=2", 58, 4, 0.0, marks=pytest.mark.slow),
-    ],
+    ("engine", "host_gib"),
+    first_ci(
+        [
+            (config(**FEW_PAGES), 0.25),
+            (config(Mode.CHUNKED, decode="pp=2", steps=4, **FEW_PAGES), 0.0),
+            (config(prefill="pp=2", decode="pp=2", **FEW_PAGES), 0.25),
+        ]
+    ),
+    ids=("two meshes", "one mesh", "stages"),
 )
-async def test_preemption_changes_no_stream(mode, prefill, decode, pages, steps, host_gib):
+async def test_preemption_changes_no_stream(engine: EngineConfig, host_gib: float) -> None:
     """With host memory, preempted sequences are swapped out and restored; else recomputed."""
-    small = {"decode_page": 8, "pages": pages, "growth": 1, "steps": steps, "slots": 16}
-    engine = config(mode, prefill, decode, **small)
     engine = replace(engine, prefix=PrefixConfig(host_gib=host_gib, restores="always"))
     async with running(engine) as run:
         counters, swaps = run.cluster._workers[-1].counters, host_gib > 0
@@ -185,8 +112,7 @@ async def test_preemption_changes_no_stream(mode, prefill, decode, pages, steps,
 @pytest.mark.ci
 async def test_a_suspended_request_goes_on_with_the_tokens_of_an_undisturbed_one():
     """Its KV lies in host memory meanwhile, and nothing is prefilled for it again."""
-    engine = config(prefill="tp=2", decode="dp=2", decode_page=8)
-    engine = replace(engine, prefix=PrefixConfig(host_gib=0.25, restores="always"))
+    engine = replace(config(), prefix=PrefixConfig(host_gib=0.25, restores="always"))
     async with running(engine) as run:
         options = {"max_tokens": 40, "ignore_eos": True, "temperature": 0.8, "seed": 5}
         request = run.request(SENTENCE, "rests", repetition_penalty=1.2, **options)

@@ -13,16 +13,15 @@ from jdisagg.config import Mode
 from jdisagg.layout import platforms
 from jdisagg.ops import device_layout
 from tests.end_to_end.clusters import (
-    LLAMA,
-    MOE,
+    PROMPT,
     check_bytes,
-    config,
+    expected,
     golden_copy,
     golden_greedy,
     running,
 )
-from tests.end_to_end.test_layouts import PROMPT, expected
 from tests.lanes import first_ci
+from tests.shapes import LLAMA, MOE, config
 
 
 @pytest.fixture(autouse=True)

@@ -19,18 +19,11 @@ from jdisagg.scheduler.window_pages import WindowPages
 from jdisagg.worker.kv_sources import RestoreQuery
 from models.checkpoint import load_config
 from tests import time_scale
-from tests.end_to_end.clusters import (
-    PATIENT,
-    check_bytes,
-    config,
-    dense_greedy,
-    golden_copy,
-    golden_greedy,
-    running,
-)
-from tests.end_to_end.test_prefix_reuse import decode_forgets
-from tests.end_to_end.test_state_reuse import converse
+from tests.end_to_end.clusters import check_bytes, dense_greedy, golden_copy, golden_greedy, running
+from tests.end_to_end.conversations import decode_forgets
+from tests.end_to_end.short_turns import converse
 from tests.end_to_end.two_prefills import SECOND, TwoPrefills
+from tests.shapes import PATIENT, config
 
 WINDOW = 9  # of all of these models
 PAGE = 4
@@ -39,9 +32,8 @@ PAGE = 4
 @pytest.mark.parametrize(
     ("name", "prefill", "decode"),
     [
-        ("gpt_oss", "tp=1", "tp=2"),
+        pytest.param("gpt_oss", "tp=1", "tp=2", marks=pytest.mark.ci),
         pytest.param("gemma2", "tp=2", "dp=2,tp=2", marks=pytest.mark.slow),
-        pytest.param("gemma3", "dp=2", "tp=4", marks=pytest.mark.slow),
         pytest.param("gemma4", "tp=2", "dp=2,tp=2", marks=pytest.mark.slow),
         pytest.param("gemma4_moe", "tp=1", "tp=2", marks=pytest.mark.slow),
     ],
@@ -118,7 +110,6 @@ async def test_nothing_is_compiled_for_windows_once_it_is_warm(tmp_path: Path) -
     ("name", "prefill", "decode"),
     [
         pytest.param("gpt_oss", "dp=2", "tp=2", marks=pytest.mark.slow),
-        pytest.param("gemma3", "tp=2", "dp=2", marks=pytest.mark.slow),
         pytest.param("gemma4", "tp=1", "tp=1", marks=pytest.mark.slow),
     ],
 )

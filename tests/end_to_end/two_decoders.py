@@ -1,10 +1,11 @@
 """An embedded cluster with a second decode mesh, to which sequences move and which can crash."""
 
 import asyncio
+from collections.abc import Callable
 from dataclasses import replace
 
 from jdisagg.assembly import Crash, Crashable, Worker
-from jdisagg.config import EngineConfig
+from jdisagg.config import EngineConfig, LimitsConfig
 from jdisagg.dispatch.request_context import ClusterPorts
 from jdisagg.dispatch.token_stream import Detokenizer
 from jdisagg.engine.embedded import EmbeddedCluster
@@ -12,7 +13,11 @@ from jdisagg.engine.replica import LoadModel
 from jdisagg.grammar.compiler import GrammarCompiler
 from jdisagg.layout.axes import Layout
 from jdisagg.messages.worker_status import WorkerRole
+from jdisagg.request import Request
 from jdisagg.worker.decode_worker import DecodeWorker
+from tests import time_scale
+from tests.end_to_end.clusters import Running, assert_all_free
+from tests.fakes.cluster import Collected
 
 SECOND = "second"
 
@@ -62,3 +67,41 @@ class TwoDecoders(EmbeddedCluster):
             await asyncio.sleep(0.001)
         self.crash.dead.set()
         return running
+
+
+# For hand-offs while programs compile; what a dead worker held of others is free afterwards.
+LEASES = LimitsConfig(pull_seconds=60.0, handoff_lease_seconds=10.0, reservation_lease_seconds=60.0)
+
+
+async def until_all_free(run: Running) -> None:
+    """What a dead worker held of the others is free when its lease has ended."""
+    async with asyncio.timeout(time_scale.seconds(60)):
+        while True:
+            try:
+                return await assert_all_free(run.cluster)
+            except AssertionError:
+                continue
+
+
+async def storm(
+    run: Running,
+    asked: Callable[[Running], list[Request]],
+    streams: Callable[[list[Collected]], list[object]],
+    expected: list[object],
+) -> TwoDecoders:
+    """All requests at once, again and again: until sequences were preempted and moved, and once
+    more while the second decode worker dies. The streams are the expected ones each time."""
+    cluster = run.cluster
+    assert isinstance(cluster, TwoDecoders)
+    moving = asyncio.create_task(cluster.move_some())
+    done, _ = await run.complete_preempted(
+        asked(run), enough=lambda: cluster.first.counters["sequences_moved"] > 0
+    )
+    assert streams(done) == expected
+    dying = asyncio.create_task(cluster.die_when_busy())
+    done = await run.complete_all(asked(run))
+    moving.cancel()
+    assert streams(done) == expected
+    assert await asyncio.wait_for(dying, 1.0) >= 2, "nobody ran where the worker died"
+    await until_all_free(run)
+    return cluster

@@ -21,7 +21,7 @@ from jdisagg.node.cluster_plan import free_ports
 from jdisagg.observe.sources import advice_families
 from tests import time_scale
 from tests.end_to_end.clusters import LLAMA
-from tests.end_to_end.test_cluster import PROMPT, oracle, wait_until
+from tests.end_to_end.process_clusters import PROMPT, oracle, wait_until
 from tests.launch.script_ends import ROOT, ends
 from tests.programs import CACHE_FLAG
 

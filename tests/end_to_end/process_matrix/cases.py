@@ -9,8 +9,8 @@ import numpy as np
 from jdisagg.config import EngineConfig, InstanceConfig, LimitsConfig, Mode, ModelConfig
 from jdisagg.layout.axes import Layout
 from tests import time_scale
-from tests.end_to_end.clusters import LLAMA
 from tests.end_to_end.pairwise import pairwise
+from tests.shapes import LLAMA
 
 PREFILLS = ("tp=1", "tp=2", "tp=4")
 DECODES = ("tp=1", "tp=2", "dp=2,tp=2", "dp=4")

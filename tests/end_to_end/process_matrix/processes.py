@@ -25,7 +25,7 @@ from jdisagg.request import Request, SamplingParams
 from jdisagg.service.internal.remote_ports import RemoteWorker
 from launch.model import loader
 from models.tokenizer import Tokenizer
-from tests.end_to_end.clusters import LLAMA, assert_all_free, collect
+from tests.end_to_end.clusters import assert_all_free, collect
 from tests.end_to_end.process_matrix.cases import (
     ANSWER_SECONDS,
     DECODE_DEVICES,
@@ -37,6 +37,7 @@ from tests.end_to_end.process_matrix.cases import (
 )
 from tests.end_to_end.process_matrix.host import Looked
 from tests.end_to_end.process_matrix.kv_watch import KvWatch
+from tests.shapes import LLAMA
 
 ROOT = Path(__file__).resolve().parents[3]
 QUIET_SECONDS = 20.0
