@@ -39,7 +39,7 @@ def not_refused(
             read(given)
         except error as refusal:
             if not re.search(match, str(refusal)):
-                found.append(f"{match!r} is not in {str(refusal)!r}, for {given}")
+                found.append(f"{match!r} is not in {str(refusal)!r}, for {str(given)[:500]}")
         else:
-            found.append(f"{match!r}: accepted {given}")
+            found.append(f"{match!r}: accepted {str(given)[:500]}")
     return found

@@ -38,7 +38,7 @@ def encoded(model: Any, image: PromptImage, form: ImageFormat) -> tuple[jax.Arra
     return model.vision.merger(x, shards), *deep
 
 
-@pytest.mark.parametrize(("name",), first_quick(((name,) for name in FIXTURES), ci=4))
+@pytest.mark.parametrize(("name",), first_quick(((name,) for name in FIXTURES), ci=2))
 def test_logits_of_a_prompt_with_images_equal_transformers(name: str) -> None:
     expected, images = golden_images(name)
     model = load_model(GOLDEN / name, Layout(), jax.devices()[:1], images=True).model
@@ -78,7 +78,7 @@ def _logits(
 DENSE = [name for name in FIXTURES if "_moe" not in name]
 
 
-@pytest.mark.parametrize("name", DENSE)
+@pytest.mark.parametrize(("name",), first_quick((name,) for name in DENSE))
 def test_padding_of_an_image_changes_nothing(name: str) -> None:
     _, (image, _) = golden_images(name)
     model = load_model(GOLDEN / name, Layout(), jax.devices()[:1], images=True).model
@@ -96,7 +96,7 @@ def test_padding_of_an_image_changes_nothing(name: str) -> None:
     np.testing.assert_allclose(padded, encoded(model, image, form)[0], atol=1e-5)
 
 
-@pytest.mark.parametrize("name", DENSE)
+@pytest.mark.parametrize(("name",), first_quick((name,) for name in DENSE))
 def test_a_checkpoint_without_the_encoders_tensors_serves_text(name: str, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(GOLDEN / name, tmp_path / name))
     tensors = load_file(folder / "model.safetensors")

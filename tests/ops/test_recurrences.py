@@ -18,6 +18,7 @@ from jdisagg.model_api import Runs
 from jdisagg.ops.gated_delta import DeltaInputs, delta_runs, delta_step, unit_length
 from jdisagg.ops.short_convolution import convolve_runs, convolve_step
 from jdisagg.ops.state_space import StateSpaceInputs, state_space_runs, state_space_step
+from tests.lanes import first_quick
 
 ROWS, TOKENS, GRAIN = 4, 160, 16
 COUNTS = st.lists(st.integers(0, 40), min_size=ROWS, max_size=ROWS).filter(
@@ -112,7 +113,7 @@ ALL = pytest.mark.parametrize(
     [DELTA, CHANNELS_DELTA, STATE_SPACE],
     ids=["gated delta", "gate per channel", "state space"],
 )
-PLATFORMS = pytest.mark.parametrize("platform", ["cpu", "gpu"])
+PLATFORMS = pytest.mark.parametrize(("platform",), first_quick([("cpu",), ("gpu",)]))
 
 
 @partial(jax.jit, static_argnums=(0, 4, 5))
@@ -150,8 +151,7 @@ def test_packed_rows_go_on_from_their_states_as_the_recurrence_does(recurrence: 
 
 
 @ALL
-@PLATFORMS
-@pytest.mark.parametrize("grain", [16, 64])
+@pytest.mark.parametrize(("platform", "grain"), first_quick([("cpu", 16), ("gpu", 64)]))
 def test_a_sequence_in_pieces_and_by_steps_ends_as_in_one(
     recurrence: Recurrence, grain: int, platform: str
 ) -> None:
@@ -174,8 +174,9 @@ def test_a_sequence_in_pieces_and_by_steps_ends_as_in_one(
 
 
 @ALL
-@PLATFORMS
-@pytest.mark.parametrize("counts", [[20, 0, 48, 40], [100]])
+@pytest.mark.parametrize(
+    ("platform", "counts"), first_quick([("cpu", [20, 0, 48, 40]), ("gpu", [100])])
+)
 def test_states_inside_rows_are_those_of_rows_that_end_there(
     recurrence: Recurrence, counts: list[int], platform: str
 ) -> None:
