@@ -12,7 +12,7 @@ from jdisagg.layout.axes import Layout
 from jdisagg.layout.kv_spec import KVComponent, KVLayer, KVSpec
 from jdisagg.messages.worker_status import WorkerRole
 from jdisagg.node.recipes import worker_config
-from tests.launch.test_recipes import TWO
+from tests.launch.two_meshes import TWO
 
 LLAMA_8B = KVSpec.attention(32, 8, 128, "bfloat16")
 TINY = KVSpec.attention(4, 2, 16, "float32")

@@ -14,7 +14,7 @@ from jdisagg.client import AsyncClient
 from jdisagg.errors import QuotaExceededError
 from tests import time_scale
 from tests.end_to_end.clusters import LLAMA
-from tests.launch.test_router_readiness import registered
+from tests.launch.registered import registered
 from tests.service.test_cluster_over_grpc import served
 
 ROOT = Path(__file__).resolve().parents[2]
