@@ -64,6 +64,11 @@ def in_pages(of_TKH: Any) -> jax.Array:
     return jnp.asarray(pages)
 
 
+def _arrays(index: Index | None) -> dict[str, np.ndarray]:
+    names = () if index is None else ("queries_THD", "keys_T1D", "weights_TH")
+    return {name: each for name in names if (each := getattr(index, name)) is not None}
+
+
 def decoded(
     q_TNH: np.ndarray,
     k_TKH: np.ndarray,
@@ -74,18 +79,18 @@ def decoded(
 ) -> jax.Array:
     """Rows at `positions` [B], or [B, Q] for several tokens of each."""
     rows = positions.reshape(-1)
-    if index is not None:
-        how["index"] = index.of_queries(lambda of_T: of_T[rows])
-        how["index_pages_PKSH"] = in_pages(index.keys_T1D)
-    return paged_attention(
-        jnp.asarray(q_TNH[rows]),
-        in_pages(k_TKH),
-        None if v_TKH is None else in_pages(v_TKH),
-        jnp.asarray(np.repeat(TABLE, len(positions), axis=0)),
-        jnp.asarray(positions.astype(np.int32)),
-        scale=SCALE,
-        **how,
-    )
+    of_rows = None if index is None else index.of_queries(lambda of_T: of_T[rows])
+
+    def attend(q: jax.Array, k: jax.Array, v: Any, keys: Any, of_index: dict) -> jax.Array:
+        if index is not None:
+            how.update(index=index._replace(**of_index), index_pages_PKSH=keys)
+        table = jnp.asarray(np.repeat(TABLE, len(positions), axis=0))
+        at = jnp.asarray(positions.astype(np.int32))
+        return paged_attention(q, k, v, table, at, scale=SCALE, **how)
+
+    kept = [k_TKH, v_TKH, None if index is None else index.keys_T1D]
+    pages = [None if part is None else in_pages(part) for part in kept]
+    return jax.jit(attend)(q_TNH[rows], *pages, _arrays(of_rows))
 
 
 def in_a_chunk(
@@ -97,8 +102,6 @@ def in_a_chunk(
     **how: Any,
 ) -> np.ndarray:
     """The tokens from `past` on, in a chunk that ends in padding. Returns all of its outputs."""
-    names = () if index is None else ("queries_THD", "keys_T1D", "weights_TH")
-    of_index = {name: each for name in names if (each := getattr(index, name)) is not None}
 
     def padded(x: np.ndarray) -> np.ndarray:
         return np.pad(x[past:], ((0, CHUNK - TOKENS + past), *[(0, 0)] * (x.ndim - 1)))
@@ -128,7 +131,7 @@ def in_a_chunk(
         )
 
     given = [None if part is None else padded(part) for part in (q_TNH, k_TKH, v_TKH)]
-    found = jax.jit(attend)(*given, {name: padded(each) for name, each in of_index.items()})
+    found = jax.jit(attend)(*given, {name: padded(each) for name, each in _arrays(index).items()})
     return np.asarray(found)
 
 
@@ -142,10 +145,12 @@ def packed(
     **how: Any,
 ) -> jax.Array:
     """All tokens in one chunk as two sequences, the second from `cut` on."""
-    arrays = [None if part is None else jnp.asarray(part) for part in (q_TNH, k_TKH, v_TKH)]
-    segment_T = jnp.asarray(np.where(np.arange(TOKENS) < cut, 0, 1).astype(np.int32))
-    if index is not None:
-        keys = jnp.asarray(index.keys_T1D)
-        how["index"] = index.of_queries(jnp.asarray)._replace(keys_T1D=keys)
-    at = jnp.asarray(positions.astype(np.int32))
-    return prefill_attention(*arrays, segment_T, at, scale=SCALE, **how)
+    segment_T = np.where(np.arange(TOKENS) < cut, 0, 1).astype(np.int32)
+
+    def attend(q: jax.Array, k: jax.Array, v: Any, of_index: dict) -> jax.Array:
+        if index is not None:
+            how["index"] = index._replace(**of_index)
+        at = jnp.asarray(positions.astype(np.int32))
+        return prefill_attention(q, k, v, jnp.asarray(segment_T), at, scale=SCALE, **how)
+
+    return jax.jit(attend)(q_TNH, k_TKH, v_TKH, _arrays(index))

@@ -75,17 +75,9 @@ def test_sinks_take_their_part_and_capped_scores_are_capped(
 def test_long_chunks_take_the_key_block_loop(packed: bool, window: int | None) -> None:
     rows = [(0, 700), (0, 450)] if packed else [(0, 1100)]
     chunk = Chunk(rows, heads=1, groups=2, width=8)
-    np.testing.assert_allclose(
-        chunk.run(past=False, packed=packed, window=window, query_block=256),
-        chunk.expected(window),
-        atol=1e-5,
-    )
-    sinks_N = np.array([0.5, -1], np.float32)
-    np.testing.assert_allclose(
-        chunk.run(past=False, packed=packed, window=window, cap=0.7, sinks_N=sinks_N),
-        chunk.expected(window, 0.7, sinks_N),
-        atol=1e-5,
-    )
+    for how in ({}, {"cap": 0.7, "sinks_N": np.array([0.5, -1], np.float32)}):
+        got = chunk.run(past=False, packed=packed, window=window, query_block=256, **how)
+        np.testing.assert_allclose(got, chunk.expected(window, **how), atol=1e-5)
 
 
 def test_one_sequence_over_several_groups_of_queries_reads_its_past_each_time() -> None:

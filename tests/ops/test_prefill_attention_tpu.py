@@ -68,6 +68,7 @@ def test_packed_sequences_see_their_own_tokens_and_pages(past: bool, how: dict[s
     np.testing.assert_allclose(run(chunk, past=past, **how)[real], want, atol=1e-5)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("past", "window"), first_ci([(True, 7), (False, 600), (True, 600), (False, 1)], ci=2)
 )
@@ -84,6 +85,7 @@ def test_chunks_of_several_blocks_leave_out_keys_outside_the_window(
     np.testing.assert_allclose(got, chunk.expected(window)[real], atol=1e-5)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(("width",), first_ci([(64,), (128,)]))
 def test_bfloat16_differs_from_the_xla_form_by_its_rounding(width: int) -> None:
     chunk = Chunk([(40, 60), (0, 70)], width=width, slots=32)
