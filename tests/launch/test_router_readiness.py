@@ -37,7 +37,7 @@ async def routed(workers: Served) -> AsyncIterator[tuple[str, int]]:
     async with contextlib.AsyncExitStack() as stack:
         stack.push_async_callback(lambda: running)
         stack.callback(os.kill, os.getpid(), signal.SIGTERM)  # which the router has taken over
-        await stack.enter_async_context(registered(workers, address))
+        await stack.enter_async_context(registered(workers.cluster, workers.addresses, address))
         yield address, http_port
 
 

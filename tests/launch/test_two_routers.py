@@ -62,7 +62,7 @@ async def test_a_tenant_that_has_spent_its_quota_at_one_router_is_refused_at_the
         async with asyncio.timeout(time_scale.seconds(120)), served() as workers:
             one, two = [await asyncio.to_thread(address, each) for each in (first, second)]
             async with (
-                registered(workers, one, two),
+                registered(workers.cluster, workers.addresses, one, two),
                 AsyncClient(one) as here,
                 AsyncClient(two) as there,
             ):

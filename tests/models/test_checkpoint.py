@@ -343,6 +343,7 @@ def test_a_head_of_its_own_is_used_although_the_config_says_tied(
 def test_files_that_are_broken_or_not_there_are_named_in_one_line(tmp_path: Path) -> None:
     weights, index = "model.safetensors", "model.safetensors.index.json"
     data = (GOLDEN / DENSE / weights).read_bytes()
+    gone = b'{"weight_map": {"a": "gone.safetensors"}}'
     deep, shape = (
         b"[" * 100_000,
         b'{"a": {"dtype": "F32", "shape": [1e999], "data_offsets": [0, 4]}}',
@@ -358,7 +359,7 @@ def test_files_that_are_broken_or_not_there_are_named_in_one_line(tmp_path: Path
             ("has no readable 'weight_map'", {index: text})
             for text in (b'{"weight_map": {"a": 5}}', b'{"weight_map": {"a": null}}', deep)
         ),
-        (r"missing: gone\.safetensors", {index: b'{"weight_map": {"a": "gone.safetensors"}}'}),
+        (r"missing: gone\.safetensors", {weights: None, index: gone}),
         (r"neither model\.safetensors", {weights: None}),
         (r"no config\.json", {"config.json": None}),
         ("not valid JSON", {"config.json": b"{"}),

@@ -37,7 +37,7 @@ OF_A_DEVICE: list[tuple[str, str, int, int]] = [
     (
         "qwen3_next",
         "tp=4",
-        2 * 2 * 1 * 12 * 4,
+        2 * 2 * 1 * 16 * 4,
         2 * (3 * (2 * 2 * 8 + 4 * 12) + 4 * 8 * 12) * 4 // 2,
     ),
     # of three layers one has KV, two state: of two heads each, and of both heads' shared part
