@@ -11,20 +11,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch  # pyright: ignore[reportMissingImports]
-from make import (
-    BESIDE_EYES,
-    DELTA,
-    EYES,
-    FULL,
-    HERE,
-    LEAST_MARGIN,
-    LINEAR,
-    MOE,
-    MROPE,
-    Variant,
-    random_model,
-)
+from make import BESIDE_EYES, EYES, HERE, LEAST_MARGIN, TABLES, Variant, random_model
 
+LINEAR, FULL = "linear_attention", "full_attention"
+DELTA, MOE, MROPE = (TABLES[name] for name in ("delta", "moe", "mrope"))
 GREEDY, IMAGE, BREAK, END = 12, 7, 8, 9
 HALF = (0.5, 0.5, 0.5)
 CLIP_MEAN, CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)

@@ -4,6 +4,7 @@ one process, for most of each would be the start of an interpreter."""
 import json
 import subprocess
 import sys
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -42,16 +43,43 @@ class End(NamedTuple):
     err: str
 
 
-def ends(module: str, *command_lines: tuple[str, ...], package: str = "launch") -> list[End]:
-    """Of `python -m PACKAGE.MODULE` with the flags of each, in turn."""
-    command = [sys.executable, "-c", RUN, f"{package}.{module}", json.dumps(command_lines)]
+def ended(*arguments: str) -> End:
+    """Of a Python process of its own in the root of the tree."""
     done = subprocess.run(
-        command,
+        [sys.executable, *arguments],
         cwd=ROOT,
         capture_output=True,
         text=True,
         timeout=time_scale.seconds(120),
         check=False,
     )
-    assert done.returncode == 0, done.stderr
-    return [End(*end) for end in json.loads(done.stdout.splitlines()[-1])]
+    return End(done.returncode, done.stdout, done.stderr)
+
+
+def ends(
+    module: str, *command_lines: tuple[str, ...], package: str = "launch", before: str = ""
+) -> list[End]:
+    """Of `python -m PACKAGE.MODULE` with the flags of each, in turn, after the program `before`."""
+    done = ended("-c", before + RUN, f"{package}.{module}", json.dumps(command_lines))
+    assert done.status == 0, done.err
+    return [End(*end) for end in json.loads(done.out.splitlines()[-1])]
+
+
+def not_refused(
+    module: str,
+    rows: Iterable[tuple[tuple[str, ...], str]],
+    status: int | Callable[[str], int] = 1,
+    package: str = "launch",
+) -> list[str]:
+    """The command lines that do not end at once, with this status, with nothing on stdout and with
+    one line on stderr that says the words beside them. A test asserts that there are none."""
+    rows = list(rows)
+    found = []
+    for (flags, said), end in zip(
+        rows, ends(module, *(flags for flags, _ in rows), package=package), strict=True
+    ):
+        wanted = status if isinstance(status, int) else status(said)
+        one_line = end.err.startswith("error: ") and end.err.count("\n") == 1
+        if (end.status, end.out) != (wanted, "") or not one_line or said not in end.err:
+            found.append(f"{' '.join(flags)}: {said!r} is not what ended it: {end}")
+    return found

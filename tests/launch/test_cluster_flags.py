@@ -128,11 +128,3 @@ def test_a_port_in_use_is_named_with_its_flag_before_anything_compiles() -> None
             for name, end in zip(names, ends(command, *lines), strict=True):
                 sentence = f"error: port {port} is in use; choose another with --{name}\n"
                 assert (end.out, end.err) == ("", sentence)
-
-
-def test_a_flag_that_cannot_be_ends_it_with_one_line() -> None:
-    (end,) = ends("cluster", ("--canary_seconds=-1",))
-    assert (end.status, end.out, end.err.count("\n")) == (2, "", 1)
-    assert "--canary_seconds=-1: -1.0 is not a non-negative number" in end.err
-    (end,) = ends("cluster", ("--codec=int3",))
-    assert "--codec=int3: value should be one of <none|" in end.err

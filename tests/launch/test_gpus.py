@@ -57,12 +57,7 @@ def test_workers_that_share_a_gpu_share_its_memory(tmp_path: Path) -> None:
         prefill=InstanceConfig(memory_fraction=0.8), decode=InstanceConfig(memory_fraction=0.8)
     )
     found = environments(tmp_path, engine=engine, gpus=(0, 0, 1, 1))
-    assert list(found.values()) == [
-        ("0", "0.4000"),
-        ("0", "0.4000"),
-        ("1", "0.4000"),
-        ("1", "0.4000"),
-    ]
+    assert list(found.values()) == [("0", "0.4000")] * 2 + [("1", "0.4000")] * 2
 
 
 def test_without_gpus_nobody_is_told_anything(tmp_path: Path) -> None:
@@ -85,12 +80,9 @@ def test_jax_is_told_the_part_of_the_memory_under_one_name(
 ) -> None:
     """It refuses to start where both are there."""
     monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", ".4")
-    plan = plan_cluster(
-        ClusterConfig(EngineConfig(), ClusterShape(prefill=1, decode=1), "/model", gpus=(0, 0)),
-        tmp_path,
-    )
-    commands = [command for group in plan.workers() for command in group.commands()]
-    for command in commands:
+    config = ClusterConfig(EngineConfig(), ClusterShape(1, 1), "/model", gpus=(0, 0))
+    workers = plan_cluster(config, tmp_path).workers()
+    for command in [command for group in workers for command in group.commands()]:
         told = command.environment or {}
         assert [name for name in told if "MEM_FRACTION" in name] == ["XLA_CLIENT_MEM_FRACTION"]
         assert told["XLA_CLIENT_MEM_FRACTION"] == "0.4500"
@@ -134,47 +126,29 @@ def test_gpus_that_are_named_by_uuid_are_handed_on_by_uuid(tmp_path: Path) -> No
     assert [one["CUDA_VISIBLE_DEVICES"] for one in told] == list(gpus)
 
 
-@pytest.mark.parametrize(
-    ("environment", "gpus", "devices"),
-    [
-        ({"SLURM_NTASKS_PER_NODE": "1", "SLURM_LOCALID": "0"}, 8, [0, 1, 2, 3, 4, 5, 6, 7]),
-        ({"SLURM_STEP_TASKS_PER_NODE": "8(x2)", "SLURM_LOCALID": "5"}, 8, [5]),
-        ({"OMPI_COMM_WORLD_LOCAL_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_RANK": "1"}, 8, [4, 5, 6, 7]),
-        ({}, 8, None),
-        ({"SLURM_STEP_TASKS_PER_NODE": "2", "SLURM_LOCALID": "0"}, 0, None),
-    ],
-)
-def test_a_task_of_a_scheduler_takes_its_share_of_the_nodes_gpus(
-    environment, gpus, devices
+STEP, LOCAL, NODE = "SLURM_STEP_TASKS_PER_NODE", "SLURM_LOCALID", "SLURM_GPUS_ON_NODE"
+MPI = {"OMPI_COMM_WORLD_LOCAL_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_RANK": "1"}
+SHARES: list[tuple[dict[str, str], int, list[int] | None]] = [
+    ({"SLURM_NTASKS_PER_NODE": "1", LOCAL: "0"}, 8, list(range(8))),
+    ({STEP: "8(x2)", LOCAL: "5"}, 8, [5]),
+    (MPI, 8, [4, 5, 6, 7]),
+    ({}, 8, None),
+    ({STEP: "2", LOCAL: "0"}, 0, None),
+    # sbatch --ntasks-per-node=8 leaves its number in the environment of every srun
+    ({"SLURM_NTASKS_PER_NODE": "8", STEP: "1(x2)", LOCAL: "0"}, 4, [0, 1, 2, 3]),
+    # a task that sees its own GPUs alone: srun --ntasks-per-node=4 --gpus-per-task=2, and =1
+    ({STEP: "4", LOCAL: "3", NODE: "8"}, 2, [0, 1]),
+    ({STEP: "8", LOCAL: "3", NODE: "8"}, 1, [0]),
+    # mpirun with a wrapper that sets it
+    (MPI | {"OMPI_COMM_WORLD_LOCAL_SIZE": "8", "CUDA_VISIBLE_DEVICES": "1"}, 1, [0]),
+]
+
+
+@pytest.mark.parametrize(("environment", "gpus", "devices"), SHARES)
+def test_a_task_of_a_scheduler_takes_its_share_of_the_gpus_that_it_sees(
+    environment: dict[str, str], gpus: int, devices: list[int] | None
 ) -> None:
     assert local_devices(environment, gpus) == devices
-
-
-def test_a_step_of_one_task_a_node_takes_all_in_a_job_of_eight() -> None:
-    """sbatch --ntasks-per-node=8 leaves its number in the environment of every srun."""
-    environment = {"SLURM_NTASKS_PER_NODE": "8", "SLURM_STEP_TASKS_PER_NODE": "1(x2)"}
-    assert local_devices(environment | {"SLURM_LOCALID": "0"}, 4) == [0, 1, 2, 3]
-
-
-@pytest.mark.parametrize(
-    ("environment", "gpus"),
-    [
-        # srun --ntasks-per-node=4 --gpus-per-task=2, and =1
-        ({"SLURM_STEP_TASKS_PER_NODE": "4", "SLURM_LOCALID": "3", "SLURM_GPUS_ON_NODE": "8"}, 2),
-        ({"SLURM_STEP_TASKS_PER_NODE": "8", "SLURM_LOCALID": "3", "SLURM_GPUS_ON_NODE": "8"}, 1),
-        # mpirun with a wrapper that sets it
-        (
-            {
-                "OMPI_COMM_WORLD_LOCAL_SIZE": "8",
-                "OMPI_COMM_WORLD_LOCAL_RANK": "7",
-                "CUDA_VISIBLE_DEVICES": "7",
-            },
-            1,
-        ),
-    ],
-)
-def test_a_task_that_sees_its_own_gpus_alone_takes_all_of_them(environment, gpus) -> None:
-    assert local_devices(environment, gpus) == list(range(gpus))
 
 
 def test_gpus_that_tasks_cannot_share_evenly_are_refused() -> None:

@@ -1,14 +1,9 @@
 """The engine of a notebook, as its first cells may get it wrong: in a kernel of their own, for the
 number of devices is for good."""
 
-import subprocess
-import sys
-from pathlib import Path
-
-from tests import time_scale
+from tests.launch.script_ends import ended
 from tests.programs import PROGRAMS
 
-ROOT = Path(__file__).resolve().parents[2]
 CELLS = """
 import sys
 from functools import partial
@@ -29,16 +24,9 @@ opens(devices=2).close()
 
 
 def test_an_empty_text_is_no_prompt_and_another_number_of_devices_needs_another_kernel() -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", CELLS, str(PROGRAMS)],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=time_scale.seconds(120),
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    empty, devices = done.stdout.splitlines()
+    done = ended("-c", CELLS, str(PROGRAMS))
+    assert done.status == 0, done.err
+    empty, devices = done.out.splitlines()
     assert empty.startswith("prompt is empty: at least one token is needed")
     assert devices.startswith(
         "devices=4: JAX already runs with 2 in this process; restart the process (a notebook's"

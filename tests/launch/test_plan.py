@@ -3,8 +3,6 @@ no."""
 
 import json
 import math
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -20,9 +18,8 @@ from jdisagg.simulator.planning.fleet import FleetMaker
 from jdisagg.simulator.workloads import poisson
 from launch.plan_inputs import mixture, shared_prefixes
 from launch.workload_inputs import check_output
-from tests import time_scale
+from tests.launch.script_ends import ends, not_refused
 
-ROOT = Path(__file__).resolve().parents[2]
 SMALL = (
     "--model=llama-3-8b",
     "--hardware=h100",
@@ -33,22 +30,10 @@ SMALL = (
 )
 
 
-def plan(*given: str) -> tuple[int, str, str]:
-    ran = subprocess.run(
-        [sys.executable, "-m", "launch.plan", *given],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=time_scale.seconds(120),
-        check=False,
-    )
-    return ran.returncode, ran.stdout, ran.stderr
-
-
 @pytest.mark.ci
 def test_a_plan_ranks_says_who_wins_and_writes_a_recipe_that_is_read(tmp_path: Path):
     recipe, figures = tmp_path / "best.py", tmp_path / "plan.json"
-    status, out, err = plan(
+    given = (
         *SMALL,
         "--accelerators=2",
         "--mixture=0.7:900/30,0.3:2500/40",
@@ -57,7 +42,8 @@ def test_a_plan_ranks_says_who_wins_and_writes_a_recipe_that_is_read(tmp_path: P
         "--serve_rate=100",
         "--dollars_per_hour=3.6",
     )
-    assert status == 0
+    ((status, out, err),) = ends("plan", given)
+    assert status == 0, err
     found = json.loads(figures.read_text())
     answers = err.splitlines()  # by arithmetic, by stepping, and then each simulated candidate
     assert "By arithmetic" in answers[0] and "By stepping" in answers[4]
@@ -114,106 +100,42 @@ def test_a_prefix_in_plain_numbers_is_what_the_simulated_cache_holds(shared: int
             assert wanted - 2 * PAGE_TOKENS < outcome.cached_tokens <= wanted
 
 
+LLAMA = ("--model=llama-3-8b", "--hardware=h100")
+DRAWN = (*LLAMA, "--mixture=1:100/10")
+# Flags, and what is said of them.
 REFUSED = (
+    ((*DRAWN, "--hit_rate=1"), "--hit_rate=1.0 must be at least 0 and less than 1"),
     (
-        "--model=llama-3-8b --hardware=h100 --mixture=1:100/10 --hit_rate=1",
-        "error: --hit_rate=1.0 must be at least 0 and less than 1",
+        (*LLAMA, "--trace=x.csv", "--shared_tokens=64"),
+        "--shared_tokens and --hit_rate describe a --mixture",
     ),
     (
-        "--model=llama-3-8b --hardware=h100 --trace=x.csv --shared_tokens=64",
-        "error: --shared_tokens and --hit_rate describe a --mixture",
+        ("--model=llama-3-70b", "--hardware=h100", "--accelerators=1", "--mixture=1:100/10"),
+        "nothing fits, because the weights of llama-3-70b",
     ),
     (
-        "--model=llama-3-70b --hardware=h100 --accelerators=1 --mixture=1:100/10",
-        "error: nothing fits, because the weights of llama-3-70b",
+        (*LLAMA, "--mixture=1:7000/10", "--ttft=0.0001"),
+        "nothing fits, because no candidate keeps 90%",
     ),
-    (
-        "--model=llama-3-8b --hardware=h100 --mixture=1:7000/10 --ttft=0.0001",
-        "error: nothing fits, because no candidate keeps 90%",
-    ),
-    (
-        "--model=llama-3-8b --hardware=h100 --mixture=1:9000/10",
-        "error: none of 4000 requests fits a context of 8192",
-    ),
-    ("--model=llama-3-8b --hardware=h200x --mixture=1:100/10", "error: no hardware named 'h200x'"),
-    (
-        "--model=llama-3-8b --hardware=h100 --mixture=1:100/10 --accelerators=0",
-        "error: site: accelerators must be at least 1",
-    ),
-    (
-        "--model=llama-3-8b --hardware=h100",
-        "error: the workload: give either --trace=FILE or --mixture",
-    ),
-    (
-        "--model=llama-3-8b --hardware=h100 --mixture=1:100/10 --limit=9",
-        "error: --limit counts the requests of a trace",
-    ),
-    (
-        "--model=llama-3-8b --hardware=h100 --mixture=1:100/10 --modes=both",
-        "error: --modes: no mode named 'both'",
-    ),
-    (
-        "--model=llama-3-8b --hardware=h100 --mixture=1:100/10 --ttft=-1",
-        "error: goal: ttft_seconds must be positive",
-    ),
-    (
-        "--model=llama-3-8b --hardware=h100 --mixture=1:100/10 --output=/no/such/plan.py",
-        "error: /no/such/plan.py cannot be written",
-    ),
-    (
-        "--model=llama-3-8b --hardware=h100 --mixture=1:100/10 --json=/no/such/plan.json",
-        "error: /no/such/plan.json cannot be written",
-    ),
-    (
-        "--model=llama-3-8b --hardware=h100 --mixture=1:100/10 --output=plan.py --choose=4",
-        "error: --choose=4 must be a row of the table, 1 to 3",
-    ),
-    (
-        "--model=llama-3-8b --hardware=h100 --mixture=1:100/10 --output=plan.py --choose=0",
-        "error: --choose=0 must be a row of the table",
-    ),
-    (
-        "--model=llama-3-8b --hardware=h100 --trace=/no/such.csv",
-        "error: /no/such.csv cannot be read",
-    ),
+    ((*LLAMA, "--mixture=1:9000/10"), "none of 4000 requests fits a context of 8192"),
+    (("--model=llama-3-8b", "--hardware=h200x", "--mixture=1:100/10"), "no hardware named 'h200x'"),
+    ((*DRAWN, "--accelerators=0"), "site: accelerators must be at least 1"),
+    ((*LLAMA,), "the workload: give either --trace=FILE or --mixture"),
+    ((*DRAWN, "--limit=9"), "--limit counts the requests of a trace"),
+    ((*DRAWN, "--modes=both"), "--modes: no mode named 'both'"),
+    ((*DRAWN, "--ttft=-1"), "goal: ttft_seconds must be positive"),
+    ((*DRAWN, "--output=/no/such/plan.py"), "/no/such/plan.py cannot be written"),
+    ((*DRAWN, "--json=/no/such/plan.json"), "/no/such/plan.json cannot be written"),
+    ((*DRAWN, "--output=plan.py", "--choose=4"), "--choose=4 must be a row of the table, 1 to 3"),
+    ((*DRAWN, "--output=plan.py", "--choose=0"), "--choose=0 must be a row of the table"),
+    ((*LLAMA, "--trace=/no/such.csv"), "/no/such.csv cannot be read"),
 )
-# Flags are a process's own: all cases in one process, each with fresh ones.
-PROGRAM = """
-import contextlib, io, json, sys
-from launch import console, plan
-for line in json.loads(sys.argv[1]):
-    out, err = io.StringIO(), io.StringIO()
-    for name in plan.flags.names:
-        plan.flags.values[name].unparse()
-    argv, sys.argv = sys.argv, ["plan", *line.split(), "--finalists=1", "--most_requests=50"]
-    status = 0
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        try:
-            console.run(plan.main, plan.flags)
-        except SystemExit as end:
-            status = end.code
-    sys.argv = argv
-    print(json.dumps([status, out.getvalue(), err.getvalue()]))
-"""
 
 
 def test_what_cannot_be_planned_is_one_line():
-    lines = json.dumps([line for line, _ in REFUSED])
-    ran = subprocess.run(
-        [sys.executable, "-c", PROGRAM, lines],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=time_scale.seconds(120),
-        check=False,
-    )
-    ends = [json.loads(line) for line in ran.stdout.splitlines()]
-    assert len(ends) == len(REFUSED), ran.stderr
-    for (status, out, err), (line, said) in zip(ends, REFUSED, strict=True):
-        assert (status, out) == (1, "") and err.startswith(said) and err.count("\n") == 1, (
-            line,
-            err,
-        )
+    few = ("--finalists=1", "--most_requests=50")
+    given = (((*flags, *few), said) for flags, said in REFUSED)
+    assert not_refused("plan", given) == []
 
 
 def test_where_results_cannot_go_is_said_before_the_work(
@@ -229,18 +151,16 @@ def test_where_results_cannot_go_is_said_before_the_work(
         with pytest.raises(ConfigError, match=f"{bad} cannot be written"):
             check_output(str(tmp_path / bad), ".json")
     monkeypatch.setattr("os.access", lambda path, mode: False)
+    said = "cannot be written after the run: .* one that you may write"
     for bad in ("new.json", "old.json"):
-        with pytest.raises(
-            ConfigError, match=f"{bad} cannot be written after the run: .* one that you may write"
-        ):
+        with pytest.raises(ConfigError, match=f"{bad} {said}"):
             check_output(str(tmp_path / bad), ".json")
 
 
 def test_a_mixture_is_read_part_by_part():
     parts = mixture(["0.8:1000/200", "2:8000/300"]).parts
-    assert [
-        (weight, lengths.prompt_tokens, lengths.output_tokens) for weight, lengths in parts
-    ] == [(0.8, 1000, 200), (2.0, 8000, 300)]  # type: ignore[attr-defined]
+    found = [(weight, drawn.prompt_tokens, drawn.output_tokens) for weight, drawn in parts]  # type: ignore[attr-defined]
+    assert found == [(0.8, 1000, 200), (2.0, 8000, 300)]
     for bad in ("1000/200", "1:1000", "x:1/2", "0:10/10", "1:-5/10", "nan:1/1"):
         with pytest.raises(WorkloadError, match="--mixture"):
             mixture([bad])

@@ -1,14 +1,10 @@
 """Candidates on several processes: the same plan as on one."""
 
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 
 from jdisagg.simulator.planning.planner import in_turn
 from launch.processes import on_cores, usable_cores
-from tests import time_scale
+from tests.launch.script_ends import ended
 
 # In a process of its own: this one has JAX and its threads, and is not to be forked.
 PROGRAM = """
@@ -31,15 +27,8 @@ print("alike")
 
 @pytest.mark.ci
 def test_a_plan_on_two_processes_is_the_plan_on_one() -> None:
-    ran = subprocess.run(
-        [sys.executable, "-c", PROGRAM],
-        cwd=Path(__file__).resolve().parents[2],
-        capture_output=True,
-        text=True,
-        timeout=time_scale.seconds(60),
-        check=False,
-    )
-    assert (ran.returncode, ran.stdout) == (0, "alike\n"), ran.stderr
+    done = ended("-c", PROGRAM)
+    assert (done.status, done.out) == (0, "alike\n"), done.err
 
 
 def test_one_process_is_this_one_and_there_is_a_core() -> None:

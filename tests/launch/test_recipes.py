@@ -21,31 +21,13 @@ from jdisagg.errors import ConfigError
 from jdisagg.layout.axes import Layout
 from jdisagg.messages.worker_status import WorkerRole
 from jdisagg.node.recipes import ClusterShape, load_recipe, load_shape, recipe_text, worker_config
-from launch import check_config, cluster, generate, serve, worker
+from launch import check_config, cluster, serve, worker
 from launch.flags import Given
 from launch.settings import engine_config
+from tests.launch.two_meshes import TWO
 
 ROOT = Path(__file__).resolve().parents[2]
 IMPORT = "from jdisagg.config import EngineConfig, InstanceConfig"
-TWO = EngineConfig(
-    model=ModelConfig("models/some", "bfloat16", 8192),
-    prefill=InstanceConfig(
-        layout=Layout(tp=4, ep=4),
-        page_size=64,
-        chunk_tokens=4096,
-        min_chunk_tokens=1024,
-        pages_per_rank=700,
-    ),
-    decode=InstanceConfig(
-        layout=Layout(dp=4, ep=4),
-        page_size=32,
-        slots_per_rank=96,
-        chunk_tokens=4096,
-        growth_tokens=512,
-        codec="int8",
-        hardware="h100",
-    ),
-)
 
 
 @pytest.mark.parametrize(
@@ -156,37 +138,34 @@ def test_a_mixed_worker_of_a_recipe_of_two_meshes_takes_chunks_between_steps():
     assert worker_config(one, WorkerRole.MIXED).mode is Mode.UNIFIED
 
 
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        (None, "is not a Python, YAML or JSON file"),
-        ("x = 1", "has no get_config"),
-        ("def get_config(): return 3", "has no get_config"),
-        (
-            "x = 1\ndef get_config(:",
-            r"recipe.py', line 2: SyntaxError: invalid syntax .*; correct the recipe",
-        ),
-        (
-            "\n\nfrom jdisagg.nothing import x",
-            r"recipe.py', line 3: ModuleNotFoundError: No module named 'jdisagg.nothing'; correct",
-        ),
-        (
-            f"{IMPORT}\ndef get_config():\n    return EngineConfig(foo=1)",
-            r"line 3: TypeError: .*unexpected keyword argument 'foo'",
-        ),
-        (
-            f"{IMPORT}\nONE = InstanceConfig(page_size=0)",
-            r"recipe.py', line 2: page_size must be positive, got 0",
-        ),
-        ("open('/nowhere/at/all')", r"line 1: FileNotFoundError: .*'/nowhere/at/all'"),
-    ],
-)
-def test_a_file_that_is_no_recipe_is_refused(text: str | None, said: str, tmp_path: Path):
+NO_RECIPES: list[tuple[str | None, str]] = [
+    (None, "is not a Python, YAML or JSON file"),
+    ("x = 1", "has no get_config"),
+    ("def get_config(): return 3", "has no get_config"),
+    ("x = 1\ndef get_config(:", r"recipe.py', line 2: SyntaxError: .*; correct the recipe"),
+    (
+        "\n\nfrom jdisagg.nothing import x",
+        r"recipe.py', line 3: ModuleNotFoundError: No module named 'jdisagg.nothing'; correct",
+    ),
+    (
+        f"{IMPORT}\ndef get_config():\n    return EngineConfig(foo=1)",
+        r"line 3: TypeError: .*unexpected keyword argument 'foo'",
+    ),
+    (
+        f"{IMPORT}\nONE = InstanceConfig(page_size=0)",
+        r"recipe.py', line 2: page_size must be positive, got 0",
+    ),
+    ("open('/nowhere/at/all')", r"line 1: FileNotFoundError: .*'/nowhere/at/all'"),
+]
+
+
+def test_a_file_that_is_no_recipe_is_refused(tmp_path: Path):
     path = tmp_path / "recipe.py"
-    if text is not None:
-        path.write_text(text)
-    with pytest.raises(ConfigError, match=said):
-        load_recipe(str(path))
+    for text, said in NO_RECIPES:
+        if text is not None:
+            path.write_text(text)
+        with pytest.raises(ConfigError, match=said):
+            load_recipe(str(path))
 
 
 def test_a_shape_that_serves_nobody_is_refused(tmp_path: Path):
@@ -209,7 +188,7 @@ def test_a_shape_that_serves_nobody_is_refused(tmp_path: Path):
         ("0,1,2", ("--prefill=tp=2",), (Mode.DISAGGREGATED, "tp=2", "dp=2")),
     ],
 )
-@pytest.mark.parametrize("command", [serve, generate, check_config])
+@pytest.mark.parametrize("command", [serve, check_config])
 def test_a_process_without_layouts_uses_the_gpus_of_its_host(
     command: ModuleType,
     visible: str,

@@ -46,20 +46,15 @@ async def test_a_worker_changes_its_role_and_back_without_reading_its_files_agai
         assert (first.state, first.role, first.switch_id) == (SwitchState.NONE, PREFILL, 0)
         assert await role_of(running, PREFILL) == ("prefill", "dp=1,tp=2,ep=1")
         there = await running.switch(7, DECODE, "dp=2")
-        assert (there.state, there.switch_id, there.role, there.layout) == (
-            SwitchState.DONE,
-            7,
-            DECODE,
-            Layout(dp=2),
-        ), there.reason
+        found = (there.state, there.switch_id, there.role, there.layout)
+        assert found == (SwitchState.DONE, 7, DECODE, Layout(dp=2)), there.reason
         assert there.boot_id != first.boot_id and there.total_seconds > 0
         assert await role_of(running, DECODE) == ("decode", "dp=2,tp=1,ep=1")
         with pytest.raises(JdisaggError):
             await role_of(running, PREFILL)
         back = await running.switch(8, PREFILL, "tp=2")
-        assert (back.state, back.role, back.layout) == (SwitchState.DONE, PREFILL, Layout(tp=2)), (
-            back.reason
-        )
+        found = (back.state, back.role, back.layout)
+        assert found == (SwitchState.DONE, PREFILL, Layout(tp=2)), back.reason
         assert running.loads == ["dp=1,tp=2,ep=1"]  # type: ignore[attr-defined]
     assert running.task.result() == 0
 
@@ -85,16 +80,12 @@ async def test_memory_on_the_devices_does_not_grow_with_changes_of_role_and_prog
 async def test_a_change_that_fails_midway_brings_the_old_role_back() -> None:
     async with worker(failing) as running:
         report = await running.switch(7, DECODE, "dp=2")
-        assert (report.state, report.role, report.layout) == (
-            SwitchState.FAILED,
-            PREFILL,
-            Layout(tp=2),
-        )
+        found = (report.state, report.role, report.layout)
+        assert found == (SwitchState.FAILED, PREFILL, Layout(tp=2))
         assert "MemoryError: no room for it" in report.reason
         assert await role_of(running, PREFILL) == ("prefill", "dp=1,tp=2,ep=1")
-        assert len(running.loads) == 2, (
-            "what is left of the weights is not known: they are read again"
-        )  # type: ignore[attr-defined]
+        # what is left of the weights is not known: they are read again
+        assert len(running.loads) == 2  # type: ignore[attr-defined]
 
 
 @pytest.mark.ci
@@ -129,24 +120,22 @@ async def test_a_worker_that_cannot_come_back_ends_so_that_it_is_started_again(
         assert running.task.result() == EXIT_BROKEN
 
 
-@pytest.mark.parametrize(
-    ("role", "layout", "kind", "message"),
-    [
-        (DECODE, "dp=4", LayoutError, "needs 4 devices, and worker 'w' has 2"),
-        (DECODE, "pp=2", LayoutError, "without pipeline stages"),
-        (PREFILL, "tp=1", InvalidRequestError, "is prefill and was asked to be prefill"),
-        (WorkerRole.MIXED, "tp=1", InvalidRequestError, "only prefill and decode"),
-        (DECODE, "dp=2,ep=2", LayoutError, "no experts"),
-    ],
-)
-async def test_what_cannot_work_is_refused_before_anything_is_given_up(
-    role: WorkerRole, layout: str, kind: type, message: str
-) -> None:
+REFUSED: list[tuple[WorkerRole, str, type[Exception], str]] = [
+    (DECODE, "dp=4", LayoutError, "needs 4 devices, and worker 'w' has 2"),
+    (DECODE, "pp=2", LayoutError, "without pipeline stages"),
+    (PREFILL, "tp=1", InvalidRequestError, "is prefill and was asked to be prefill"),
+    (WorkerRole.MIXED, "tp=1", InvalidRequestError, "only prefill and decode"),
+    (DECODE, "dp=2,ep=2", LayoutError, "no experts"),
+]
+
+
+async def test_what_cannot_work_is_refused_before_anything_is_given_up() -> None:
     async with worker() as running:
         before = await running.report()
-        with pytest.raises(kind, match=message):
-            await running.port.switch_role(SwitchCall(7, role, Layout.parse(layout)))
-        assert await running.report() == before
+        for role, layout, kind, message in REFUSED:
+            with pytest.raises(kind, match=message):
+                await running.port.switch_role(SwitchCall(7, role, Layout.parse(layout)))
+            assert await running.report() == before
 
 
 async def test_a_worker_that_was_not_told_how_keeps_its_role() -> None:
@@ -156,16 +145,10 @@ async def test_a_worker_that_was_not_told_how_keeps_its_role() -> None:
 
 
 async def test_of_an_instance_of_several_processes_none_changes_and_what_helps_is_said() -> None:
-    keeper = RoleState(
-        "w", Role(PREFILL, Layout(tp=2)), 2, MonotonicClock(), fixed_because(2, True)
-    )
-    with pytest.raises(
-        ConfigError,
-        match=(
-            "worker 'w' cannot change its role: its instance has 2 processes.*end it and start"
-            " it in"
-        ),
-    ):
+    role = Role(PREFILL, Layout(tp=2))
+    keeper = RoleState("w", role, 2, MonotonicClock(), fixed_because(2, True))
+    said = "worker 'w' cannot change its role: its instance has 2 processes.*end it and start it in"
+    with pytest.raises(ConfigError, match=said):
         await keeper.switch_role(SwitchCall(7, DECODE, Layout(dp=2)))
     assert not keeper.asked.is_set() and (await keeper.switch_report()).state is SwitchState.NONE
 

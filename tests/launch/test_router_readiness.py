@@ -14,43 +14,15 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from jdisagg.client import AsyncClient
 from jdisagg.config import ServiceConfig
 from jdisagg.errors import OverloadedError
-from jdisagg.layout.axes import Layout
 from jdisagg.messages.ports import Reservation, ReserveCall
-from jdisagg.messages.registry import ModelCard, WorkerCard
-from jdisagg.messages.worker_status import WorkerRole
 from jdisagg.node.cluster_plan import free_ports
 from jdisagg.node.router import Router, RouterConfig
 from jdisagg.observe.canary_probe import CANARY_TENANT
-from jdisagg.service.internal.registry import RegistryClient
-from jdisagg.timeouts import MembershipTimeouts
 from jdisagg.worker.decode_worker import DecodeWorker
+from tests.launch.registered import registered
 from tests.service.doors import byte_tokenizer, eventually
 from tests.service.http_doors import parse
 from tests.service.test_cluster_over_grpc import Served, served
-
-MODEL = ModelCard("toy", "toy", 89, 64, "float32", 64, "f00")
-
-
-@contextlib.asynccontextmanager
-async def registered(workers: Served, *routers: str) -> AsyncIterator[None]:
-    """Keeps the workers registered with these routers."""
-    links: list[RegistryClient] = []
-    for worker, role, at in zip(
-        (workers.cluster.prefill, workers.cluster.decode),
-        (WorkerRole.PREFILL, WorkerRole.DECODE),
-        workers.addresses,
-        strict=True,
-    ):
-        card = WorkerCard(worker.name, worker.boot_id, role, at, Layout(), MODEL)
-        timeouts = MembershipTimeouts(heartbeat_seconds=0.02)
-        links.append(RegistryClient(routers, card, worker.status, timeouts=timeouts))
-        links[-1].start()
-    try:
-        await eventually(lambda: all(link.registered == {*routers} for link in links))
-        yield
-    finally:
-        for link in links:
-            await link.leave()
 
 
 @contextlib.asynccontextmanager
@@ -65,7 +37,7 @@ async def routed(workers: Served) -> AsyncIterator[tuple[str, int]]:
     async with contextlib.AsyncExitStack() as stack:
         stack.push_async_callback(lambda: running)
         stack.callback(os.kill, os.getpid(), signal.SIGTERM)  # which the router has taken over
-        await stack.enter_async_context(registered(workers, address))
+        await stack.enter_async_context(registered(workers.cluster, workers.addresses, address))
         yield address, http_port
 
 

@@ -14,7 +14,7 @@ from jdisagg.client import AsyncClient
 from jdisagg.errors import QuotaExceededError
 from tests import time_scale
 from tests.end_to_end.clusters import LLAMA
-from tests.launch.test_router_readiness import registered
+from tests.launch.registered import registered
 from tests.service.test_cluster_over_grpc import served
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -62,7 +62,7 @@ async def test_a_tenant_that_has_spent_its_quota_at_one_router_is_refused_at_the
         async with asyncio.timeout(time_scale.seconds(120)), served() as workers:
             one, two = [await asyncio.to_thread(address, each) for each in (first, second)]
             async with (
-                registered(workers, one, two),
+                registered(workers.cluster, workers.addresses, one, two),
                 AsyncClient(one) as here,
                 AsyncClient(two) as there,
             ):

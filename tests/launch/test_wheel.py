@@ -89,23 +89,6 @@ def test_the_command_of_the_wheel_finds_its_pages_from_an_empty_folder(
     assert ran.returncode == 0 and "KV per token" in ran.stdout, ran.stderr
 
 
-@pytest.mark.slow
-def test_the_wheel_generates_from_an_empty_folder(wheel: Path, tmp_path: Path) -> None:
-    (tmp_path / "site").mkdir()
-    with zipfile.ZipFile(wheel) as archive:
-        archive.extractall(tmp_path / "site")
-    flags = ("--prompt=Once upon a time", "--max_tokens=8", f"--compilation_cache={tmp_path}")
-    ran = subprocess.run(
-        [sys.executable, "-m", "jdisagg", "generate", *flags],
-        cwd=tmp_path,
-        env={"PYTHONPATH": str(tmp_path / "site"), "PATH": "/usr/bin:/bin"},
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
-    assert ran.returncode == 0 and ran.stdout.strip(), ran.stderr
-
-
 LIBRARY = """
 import sys
 

@@ -29,23 +29,23 @@ def geometry_of(**fields: object) -> CostGeometry:
     return read_config(HfConfig({**SIZES, **fields})).cost_geometry("m")
 
 
-@pytest.mark.parametrize("directory", FIXTURES, ids=lambda path: path.name)
-def test_the_parameters_of_a_served_model_are_those_of_its_weights(directory: Path) -> None:
-    shapes = open_files(directory, HfConfig.from_directory(directory)).shapes().items()
-    matrices = sum(
-        math.prod(shape)
-        for name, shape in shapes
-        if len(shape) > 1 and not name.endswith(("bias", "A_log", "_decay", "slope_rate"))
-    )
-    assert find_geometry(str(directory)).parameters == matrices
+def test_the_parameters_of_a_served_model_are_those_of_its_weights() -> None:
+    for directory in FIXTURES:
+        shapes = open_files(directory, HfConfig.from_directory(directory)).shapes().items()
+        matrices = sum(
+            math.prod(shape)
+            for name, shape in shapes
+            if len(shape) > 1 and not name.endswith(("bias", "A_log", "_decay", "slope_rate"))
+        )
+        assert find_geometry(str(directory)).parameters == matrices, directory.name
 
 
-@pytest.mark.parametrize("directory", FIXTURES, ids=lambda path: path.name)
-def test_a_token_weighs_what_the_models_own_cache_keeps_of_it(directory: Path) -> None:
-    config = read_config(HfConfig.from_directory(directory))
-    for dtype in ("float32", "bfloat16"):
-        kept = config.kv_spec(dtype).bytes_per_token
-        assert config.cost_geometry("m").kv_bytes_per_token(dtype) == kept
+def test_a_token_weighs_what_the_models_own_cache_keeps_of_it() -> None:
+    for directory in FIXTURES:
+        config = read_config(HfConfig.from_directory(directory))
+        for dtype in ("float32", "bfloat16"):
+            kept = config.kv_spec(dtype).bytes_per_token
+            assert config.cost_geometry("m").kv_bytes_per_token(dtype) == kept, directory.name
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3_moe"])
@@ -70,36 +70,3 @@ def test_a_model_that_could_not_be_served_as_it_is_can_be_planned_for(tmp_path: 
     fields = {**SIZES, "model_type": "mistral", "quantization_config": {"quant_method": "fp8"}}
     (tmp_path / "config.json").write_text(json.dumps(fields))
     assert find_geometry(str(tmp_path)).kv_rows()[0][0] == 8 * 2 * 8
-
-
-def test_a_catalogue_model_equals_its_published_config() -> None:
-    found = geometry_of(
-        model_type="qwen3_moe",
-        hidden_size=4096,
-        num_hidden_layers=94,
-        num_attention_heads=64,
-        num_key_value_heads=4,
-        head_dim=128,
-        intermediate_size=12288,
-        vocab_size=151936,
-        num_experts=128,
-        num_experts_per_tok=8,
-        moe_intermediate_size=1536,
-        max_position_embeddings=40960,
-        tie_word_embeddings=False,
-        mlp_only_layers=[],
-        decoder_sparse_step=1,
-    )
-    assert dataclasses.replace(found, name="qwen3-235b-a22b") == CATALOG["qwen3-235b-a22b"]
-    windowed = geometry_of(
-        model_type="gpt_oss",
-        hidden_size=2880,
-        num_hidden_layers=36,
-        num_attention_heads=64,
-        num_key_value_heads=8,
-        intermediate_size=2880,
-        vocab_size=201088,
-        num_local_experts=128,
-        tie_word_embeddings=False,
-    )
-    assert dataclasses.replace(windowed, name="gpt-oss-120b") == CATALOG["gpt-oss-120b"]

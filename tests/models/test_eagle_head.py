@@ -17,8 +17,9 @@ from jdisagg.ops.dense_attention import dense_causal_attend
 from models.checkpoint import load_model
 from models.decoder import Decoder
 from tests.end_to_end.clusters import GOLDEN
+from tests.lanes import first_quick
 from tests.models.next_token_checkpoints import eagle_head
-from tests.models.test_next_token import TOKENS, norm, plain_attention, plain_feed_forward
+from tests.models.plain_layers import TOKENS, norm, plain_attention, plain_feed_forward
 
 MODEL = GOLDEN / "llama_tied"
 
@@ -43,7 +44,7 @@ def streams_of(model: Decoder) -> list[jax.Array]:
     return found
 
 
-@pytest.mark.parametrize("after_norm", [False, True])
+@pytest.mark.parametrize(("after_norm",), first_quick([(True,), (False,)]))
 def test_the_head_is_the_published_formula(after_norm: bool, tmp_path: Path) -> None:
     head = changed(eagle_head(MODEL, tmp_path), norm_before_residual=after_norm)
     model, positions = loaded(head), jnp.arange(len(TOKENS))
@@ -89,19 +90,17 @@ def test_a_head_names_the_layers_that_it_needs_or_takes_those_of_the_paper(tmp_p
         loaded(changed(head, eagle_config=beyond))
 
 
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
+def test_the_head_of_another_model_is_refused(tmp_path: Path) -> None:
+    head = eagle_head(MODEL, tmp_path)
+    plain = (head / "config.json").read_text()
+    for fields, message in (
         ({"num_hidden_layers": 2}, "num_hidden_layers must be 1, got 2"),
         ({"vocab_size": 7, "draft_vocab_size": 7}, "vocab_size must be the model's"),
         ({"hidden_size": 64}, "hidden_size must be the model's"),
-    ],
-)
-def test_the_head_of_another_model_is_refused(
-    fields: dict[str, int], message: str, tmp_path: Path
-) -> None:
-    with pytest.raises(CheckpointError, match=f"{message}.*trained for this model"):
-        loaded(changed(eagle_head(MODEL, tmp_path), **fields))
+    ):
+        (head / "config.json").write_text(plain)
+        with pytest.raises(CheckpointError, match=f"{message}.*trained for this model"):
+            loaded(changed(head, **fields))
 
 
 def test_a_missing_tensor_is_named(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from tests.golden.arrays import arrays_of
 from tests.lanes import first_quick
 
 GOLDEN = Path(__file__).parent.parent / "golden"
-FIXTURES = sorted(path.name for path in (GOLDEN / "adapters").iterdir())
+FIXTURES = ["llama_tied", "deepseek_v3", "qwen3_moe", "phi3"]
 SLOTS, RANK = 2, 8
 
 
@@ -55,7 +55,7 @@ def _stacks(layer: nnx.Module) -> list[tuple[tuple[str, ...], AdapterStack]]:
     ]
 
 
-@pytest.mark.parametrize(("name",), first_quick((name,) for name in FIXTURES))
+@pytest.mark.parametrize(("name",), first_quick(((name,) for name in FIXTURES), ci=2))
 def test_logits_equal_those_of_the_merged_checkpoint(name: str) -> None:
     folder = GOLDEN / "adapters" / name
     expected = arrays_of(folder / "expected.npz")

@@ -24,6 +24,14 @@ GOLDEN: dict[str, Any] = json.loads(
 FRAMES = {"qwen": 2, "qwen14": 2, "pixtral": 1}
 
 
+def _read(folder: Path, **settings: Any) -> ImageProcessor | None:
+    """The processor of a folder, with other settings."""
+    path, made = folder / "preprocessor_config.json", backend()
+    if settings:
+        path.write_text(json.dumps(json.loads(path.read_text()) | settings))
+    return read_image_processor(folder, made.id_to_token, made.token_to_id)
+
+
 @pytest.mark.parametrize("kind", SETTINGS)
 def test_pixels_of_odd_sizes_equal_transformers(tmp_path: Path, kind: str) -> None:
     ours = processor(tmp_path, kind)
@@ -105,11 +113,7 @@ def test_a_long_strip_is_refused(tmp_path: Path) -> None:
 
 def test_an_image_larger_than_the_encoder_reads_is_reduced(tmp_path: Path) -> None:
     write_settings(tmp_path, "qwen")
-    path = tmp_path / "preprocessor_config.json"
-    size = {"shortest_edge": 65536, "longest_edge": 16777216}
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"size": size}))
-    made = backend()
-    ours = read_image_processor(tmp_path, made.id_to_token, made.token_to_id)
+    ours = _read(tmp_path, size={"shortest_edge": 65536, "longest_edge": 16777216})
     assert ours is not None
     time, height, width = ours.layout("image", 2160, 3840).grid
     assert 0.95 * vision_config.MOST_PATCHES < time * height * width <= vision_config.MOST_PATCHES
@@ -122,19 +126,15 @@ def test_rows_of_pixtral_end_with_tokens_of_their_own(tmp_path: Path) -> None:
     assert layout.grid == (1, 4, 6)
 
 
-@pytest.mark.parametrize(
-    "config",
-    [
+def test_a_model_without_a_vision_encoder_has_no_processor(tmp_path: Path) -> None:
+    write_settings(tmp_path, "qwen")
+    for config in (
         {"model_type": "qwen3_5_text"},
         {"model_type": "gemma3", "vision_config": {}},
         {"model_type": "qwen3_5", "image_token_id": 1},
-    ],
-)
-def test_a_model_without_a_vision_encoder_has_no_processor(tmp_path: Path, config: Any) -> None:
-    write_settings(tmp_path, "qwen")
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    made = backend()
-    assert read_image_processor(tmp_path, made.id_to_token, made.token_to_id) is None
+    ):
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        assert _read(tmp_path) is None, config
 
 
 def test_a_folder_without_the_processors_settings_is_logged(
@@ -142,29 +142,22 @@ def test_a_folder_without_the_processors_settings_is_logged(
 ) -> None:
     write_settings(tmp_path, "qwen")
     (tmp_path / "preprocessor_config.json").unlink()
-    made = backend()
-    assert read_image_processor(tmp_path, made.id_to_token, made.token_to_id) is None
+    assert _read(tmp_path) is None
     assert "has no preprocessor_config.json; take it from the published model" in caplog.text
 
 
-@pytest.mark.parametrize(
-    ("changed", "words"),
-    [
+def test_settings_that_are_not_supported_are_logged_and_images_are_not_served(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for changed, words in (
         ({"resample": 1}, "resample of the image processor must be 2 or 3, got 1"),
         ({"do_rescale": False}, "do_rescale of the image processor must be true"),
         ({"patch_size": 0}, "patch_size of the image processor must be a positive integer"),
         ({"size": {"longest_edge": "x"}}, "size.longest_edge of the image processor"),
-    ],
-)
-def test_settings_that_are_not_supported_are_logged_and_images_are_not_served(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, changed: Any, words: str
-) -> None:
-    write_settings(tmp_path, "qwen")
-    path = tmp_path / "preprocessor_config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | changed))
-    made = backend()
-    assert read_image_processor(tmp_path, made.id_to_token, made.token_to_id) is None
-    assert words in caplog.text
+    ):
+        write_settings(tmp_path, "qwen")
+        assert _read(tmp_path, **changed) is None
+        assert words in caplog.text
 
 
 def test_settings_in_processor_config_take_precedence(tmp_path: Path) -> None:
@@ -173,8 +166,7 @@ def test_settings_in_processor_config_take_precedence(tmp_path: Path) -> None:
         "size": {"shortest_edge": 65536, "longest_edge": 131072}
     }
     (tmp_path / "processor_config.json").write_text(json.dumps({"image_processor": settings}))
-    made = backend()
-    larger = read_image_processor(tmp_path, made.id_to_token, made.token_to_id)
+    larger = _read(tmp_path)
     assert larger is not None
     assert ours.layout("image", 64, 64).grid == (1, 4, 4)
     assert larger.layout("image", 64, 64).grid == (1, 16, 16)

@@ -1,275 +1,269 @@
-"""config.json of published models with all their fields: each is read, and gives the published
-parameter count and KV size."""
+"""config.json of published models with all their fields: each is read, gives the parameter count
+and KV size that are published, and the sizes of the catalogue."""
 
 import json
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from jdisagg.costs.catalog import CATALOG
-from jdisagg.errors import CheckpointError
+from jdisagg.layout.axes import Layout
 from models.catalog import read_config
+from models.decoder_config import DecoderConfig
 from models.hf_config import HfConfig
-from models.inspection import inspect
+from models.inspection import bytes_per_device, inspect
+from tests.models.configs import PUBLISHED, Fields, not_refused, published, text_part
 
-HYBRID = [*["linear_attention"] * 3, "full_attention"]
-YARN = {"beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0, "type": "yarn"}
-# Qwen/Qwen3.6-35B-A3B: the part of a head that turns is stated twice
-QWEN = {
-    "architectures": ["Qwen3_5MoeForConditionalGeneration"],
-    "model_type": "qwen3_5_moe",
-    "image_token_id": 248056,
-    "vision_config": {"depth": 27},
-    "tie_word_embeddings": False,
-    "text_config": {
-        "model_type": "qwen3_5_moe_text",
-        "attention_bias": False,
-        "attn_output_gate": True,
-        "full_attention_interval": 4,
-        "head_dim": 256,
-        "hidden_act": "silu",
-        "hidden_size": 2048,
-        "layer_types": HYBRID * 10,
-        "linear_conv_kernel_dim": 4,
-        "linear_key_head_dim": 128,
-        "linear_num_key_heads": 16,
-        "linear_num_value_heads": 32,
-        "linear_value_head_dim": 128,
-        "mamba_ssm_dtype": "float32",
-        "max_position_embeddings": 262144,
-        "mlp_only_layers": [],
-        "moe_intermediate_size": 512,
-        "mtp_num_hidden_layers": 1,
-        "mtp_use_dedicated_embeddings": False,
-        "num_attention_heads": 16,
-        "num_experts": 256,
-        "num_experts_per_tok": 8,
-        "num_hidden_layers": 40,
-        "num_key_value_heads": 2,
-        "partial_rotary_factor": 0.25,
-        "rms_norm_eps": 1e-6,
-        "rope_parameters": {
-            "mrope_interleaved": True,
-            "mrope_section": [11, 11, 10],
-            "partial_rotary_factor": 0.25,
-            "rope_theta": 10000000,
-            "rope_type": "default",
-        },
-        "shared_expert_intermediate_size": 512,
-        "vocab_size": 248320,
-    },
+GEMMA_4, GEMMA_4_DENSE = "gemma-4-26B-A4B-it", "gemma-4-31B-it"
+# Parameters and those of a token, in billions, as published (here with embeddings and, where the
+# model sees, without its eyes), and bytes of KV of a token in bfloat16.
+SIZES: dict[str, tuple[float, float, int]] = {
+    "DeepSeek-V3": (671.0, 37.6, 61 * (512 + 64) * 2),
+    "DeepSeek-V3.2": (671.9, 38.4, 61 * (512 + 64 + 128) * 2),
+    "GLM-4.6": (352.8, 33.6, 2 * 92 * 8 * 128 * 2),
+    "GLM-5": (743.9, 41.8, 78 * (512 + 64 + 128) * 2),
+    "Hy3": (295.0, 20.7, 2 * 80 * 8 * 128 * 2),
+    "Kimi-K2.5": (1026.4, 32.9, 61 * (512 + 64) * 2),
+    "Kimi-Linear-48B-A3B-Instruct": (49.1, 3.5, 7 * (512 + 64) * 2),
+    "LFM2-1.2B": (1.2, 1.2, 6 * 2 * 8 * 64 * 2),
+    "Llama-4-Scout-17B-16E-Instruct": (107.8, 17.2, 48 * 2 * 8 * 128 * 2),
+    "MiMo-V2-Flash": (308.8, 15.4, (9 * 4 + 39 * 8) * (192 + 128) * 2),
+    "MiniMax-M3": (426.2, 26.0, 60 * 2 * 4 * 128 * 2 + 57 * 128 * 2),
+    "MiniMax-Text-01": (456.1, 48.4, 10 * 2 * 8 * 128 * 2),  # published without embeddings: 45.9
+    "Mistral-Small-4-119B-2603": (119.0, 6.6, 36 * (256 + 64) * 2),
+    "NVIDIA-Nemotron-3-Nano-30B-A3B": (31.6, 3.6, 6 * 2 * 2 * 128 * 2),
+    "NVIDIA-Nemotron-Nano-9B-v2": (8.9, 8.9, 4 * 2 * 8 * 128 * 2),
+    "Phi-3-mini-128k-instruct": (3.8, 3.8, 2 * 32 * 32 * 96 * 2),
+    "Qwen3.6-35B-A3B": (34.7, 3.5, 2 * 10 * 2 * 256 * 2),
+    "Qwen3-235B-A22B": (235.1, 22.2, 94 * 2 * 4 * 128 * 2),
+    "Step-3.5-Flash": (197.0, 12.0, 45 * 2 * 8 * 128 * 2),
+    "c4ai-command-r7b-12-2024": (8.0, 8.0, 32 * 2 * 8 * 128 * 2),
+    GEMMA_4: (25.2, 3.8, (25 * 8 * 256 + 5 * 2 * 512) * 2 * 2),
+    GEMMA_4_DENSE: (30.7, 30.7, (50 * 16 * 256 + 10 * 4 * 512) * 2 * 2),
+    "gpt-oss-120b": (116.8, 5.7, 36 * 2 * 8 * 64 * 2),
+    "granite-4.0-h-micro": (3.2, 3.2, 8192),
+    "granite-4.0-h-small": (32.2, 8.8, 16384),
+    "granite-4.0-h-tiny": (6.9, 1.5, 8192),
 }
-LATENT = {
-    "kv_lora_rank": 512,
-    "q_lora_rank": 1536,
-    "qk_nope_head_dim": 128,
-    "qk_rope_head_dim": 64,
-    "v_head_dim": 128,
-    "n_group": 1,
-    "topk_group": 1,
-    "n_shared_experts": 1,
-    "norm_topk_prob": True,
-    "moe_intermediate_size": 2048,
-    "hidden_act": "silu",
-}
-# moonshotai/Kimi-K2.5: what is quantized is said in the text part
-KIMI = {
-    "architectures": ["KimiK25ForConditionalGeneration"],
-    "model_type": "kimi_k25",
-    "ignore_index": -100,
-    "media_placeholder_token_id": 163605,
-    "use_unified_vision_chunk": True,
-    "video_placeholder": "<|kimi_k25_video_placeholder|>",
-    "vision_config": {"patch_size": 14},
-    "tie_word_embeddings": False,
-    "text_config": LATENT
-    | {
-        "architectures": ["DeepseekV3ForCausalLM"],
-        "model_type": "kimi_k2",
-        "aux_loss_alpha": 0.001,
-        "ep_size": 1,
-        "first_k_dense_replace": 1,
-        "hidden_size": 7168,
-        "intermediate_size": 18432,
-        "max_position_embeddings": 262144,
-        "moe_layer_freq": 1,
-        "n_routed_experts": 384,
-        "num_attention_heads": 64,
-        "num_experts_per_tok": 8,
-        "num_hidden_layers": 61,
-        "num_key_value_heads": 64,
-        "num_nextn_predict_layers": 0,
-        "quantization_config": {
-            "config_groups": {
-                "group_0": {
-                    "targets": ["Linear"],
-                    "weights": {
-                        "group_size": 32,
-                        "num_bits": 4,
-                        "strategy": "group",
-                        "type": "int",
-                    },
-                }
-            },
-            "format": "pack-quantized",
-            "ignore": ["lm_head", "re:.*self_attn.*"],
-            "quant_method": "compressed-tensors",
-        },
-        "rope_scaling": YARN | {"factor": 64.0, "original_max_position_embeddings": 4096},
-        "rope_theta": 50000.0,
-        "routed_scaling_factor": 2.827,
-        "scoring_func": "sigmoid",
-        "seq_aux": True,
-        "topk_method": "noaux_tc",
-        "vocab_size": 163840,
-    },
-}
-# mistralai/Mistral-Small-4-119B-2603
-MISTRAL = {
-    "architectures": ["Mistral3ForConditionalGeneration"],
-    "model_type": "mistral3",
-    "image_token_index": 10,
-    "multimodal_projector_bias": False,
-    "spatial_merge_size": 2,
-    "vision_config": {"model_type": "pixtral"},
-    "tie_word_embeddings": False,
-    "text_config": LATENT
-    | {
-        "model_type": "mistral4",
-        "first_k_dense_replace": 0,
-        "head_dim": 128,
-        "hidden_size": 4096,
-        "intermediate_size": 12288,
-        "kv_lora_rank": 256,
-        "max_position_embeddings": 1048576,
-        "n_routed_experts": 128,
-        "num_attention_heads": 32,
-        "num_experts_per_tok": 4,
-        "num_hidden_layers": 36,
-        "num_key_value_heads": 32,
-        "q_lora_rank": 1024,
-        "qk_head_dim": 128,
-        "qk_nope_head_dim": 64,
-        "rope_interleave": True,
-        "rope_parameters": YARN
-        | {
-            "factor": 128.0,
-            "llama_4_scaling_beta": 0.1,
-            "original_max_position_embeddings": 8192,
-            "partial_rotary_factor": 0.5,
-            "rope_theta": 10000.0,
-            "rope_type": "yarn",
-        },
-        "routed_scaling_factor": 1.0,
-        "sliding_window": None,
-        "vocab_size": 131072,
-    },
-}
-# tencent/Hy3
-HY = {
-    "architectures": ["HYV3ForCausalLM"],
-    "model_type": "hy_v3",
-    "enable_attention_fp32_softmax": False,
-    "enable_lm_head_fp32": True,
-    "enable_moe_fp32_combine": False,
-    "expert_hidden_dim": 1536,
-    "first_k_dense_replace": 1,
-    "head_dim": 128,
-    "hidden_act": "silu",
-    "hidden_size": 4096,
-    "intermediate_size": 13312,
-    "max_position_embeddings": 262144,
-    "moe_intermediate_size": 1536,
-    "moe_router_enable_expert_bias": True,
-    "moe_router_use_sigmoid": True,
-    "num_attention_heads": 64,
-    "num_experts": 192,
-    "num_experts_per_tok": 8,
-    "num_hidden_layers": 80,
-    "num_key_value_heads": 8,
-    "num_nextn_predict_layers": 1,
-    "num_shared_experts": 1,
-    "qk_norm": True,
-    "rope_parameters": {"rope_theta": 11158840.0, "rope_type": "default"},
-    "route_norm": True,
-    "router_scaling_factor": 2.826,
-    "use_grouped_mm": False,
-    "vocab_size": 120832,
-}
-# microsoft/Phi-3-mini-128k-instruct as first published
-PHI = {
-    "architectures": ["Phi3ForCausalLM"],
-    "model_type": "phi3",
-    "embd_pdrop": 0.0,
-    "hidden_act": "silu",
-    "hidden_size": 3072,
-    "intermediate_size": 8192,
-    "max_position_embeddings": 131072,
-    "num_attention_heads": 32,
-    "num_hidden_layers": 32,
-    "num_key_value_heads": 32,
-    "original_max_position_embeddings": 4096,
-    "rope_scaling": {"long_factor": [1.05] * 48, "short_factor": [1.0] * 48, "type": "su"},
-    "rope_theta": 10000.0,
-    "sliding_window": 262144,
-    "vocab_size": 32064,
+# The name in the catalogue, and next-token layers, of which those with an indexer are not loaded.
+IN_THE_CATALOGUE = {
+    "DeepSeek-V3": ("deepseek-v3", 1),
+    "DeepSeek-V3.2": ("deepseek-v3.2", 0),
+    "GLM-4.6": ("glm-4.6", 1),
+    "GLM-5": ("glm-5", 0),
+    "Kimi-K2.5": ("kimi-k2.5", 0),
+    "Kimi-Linear-48B-A3B-Instruct": ("kimi-linear-48b-a3b", 0),
+    "MiniMax-M3": ("minimax-m3", 0),
+    "MiniMax-Text-01": ("minimax-text-01", 0),
+    "Qwen3-235B-A22B": ("qwen3-235b-a22b", 0),
+    "gpt-oss-120b": ("gpt-oss-120b", 0),
 }
 
 
-@pytest.mark.parametrize(
-    ("fields", "billions", "a_token"),
-    [
-        # published: 35B with the eyes; 1T; 119B with the eyes; 295B; 3.8B
-        pytest.param(QWEN, 34.7, 2 * 10 * 2 * 256 * 2, id="Qwen3.6-35B-A3B"),
-        pytest.param(KIMI, 1026.4, 61 * (512 + 64) * 2, id="Kimi-K2.5"),
-        pytest.param(MISTRAL, 119.0, 36 * (256 + 64) * 2, id="Mistral-Small-4"),
-        pytest.param(HY, 295.0, 2 * 80 * 8 * 128 * 2, id="Hy3"),
-        pytest.param(PHI, 3.8, 2 * 32 * 32 * 96 * 2, id="Phi-3-mini-128k"),
-    ],
-)
-def test_a_published_config_is_read(
-    fields: dict[str, object], billions: float, a_token: int, tmp_path: Path
-) -> None:
+def _read(name: str) -> DecoderConfig:
+    return read_config(HfConfig(published(name)))
+
+
+def _inspected(tmp_path: Path, fields: Fields) -> list[str]:
     path = tmp_path / "config.json"
     path.write_text(json.dumps(fields))
-    found = inspect(path)
-    assert found.missing == []
-    assert found.geometry is not None
-    assert round(found.geometry.parameters / 1e9, 1) == billions
-    assert found.geometry.kv_bytes_per_token("bfloat16") == a_token
+    return inspect(path).missing
 
 
-def _text(outer: dict[str, object], **fields: object) -> dict[str, object]:
-    text = outer["text_config"]
-    assert isinstance(text, dict)
-    return outer | {"text_config": text | fields}
+def test_parameters_and_kv_are_those_published() -> None:
+    found = {}
+    for path in sorted(PUBLISHED.glob("*.json")):
+        read = inspect(path)
+        assert read.missing == [] and read.config is not None and read.geometry is not None
+        geometry, kept = read.geometry, read.config.kv_spec("bfloat16")
+        billions = (geometry.parameters / 1e9, geometry.active_parameters / 1e9)
+        found[path.stem] = (*(round(each, 1) for each in billions), kept.bytes_per_token)
+        assert geometry.kv_bytes_per_token("bfloat16") == kept.bytes_per_token, path.stem
+        assert geometry.state_bytes() == kept.state.bytes_per_token, path.stem
+    assert found == SIZES
+
+
+def test_published_models_are_in_the_catalogue_as_they_are() -> None:
+    for name, (known, next_token_layers) in IN_THE_CATALOGUE.items():
+        assert _read(name).cost_geometry(known) == CATALOG[known], name
+        assert CATALOG[known].next_token_layers == next_token_layers, name
 
 
 @pytest.mark.parametrize(
-    ("fields", "match"),
+    ("name", "latent", "index"),
+    [("DeepSeek-V3.2", 70272, 15616), ("GLM-5", 89856, 19968), ("MiniMax-M3", 122880, 14592)],
+)
+def test_keys_of_an_indexer_are_kept_whole_beside_what_is_quantized(
+    name: str, latent: int, index: int
+) -> None:
+    config = _read(name)
+    parts = config.kv_spec("bfloat16").components
+    assert sum(2 * each.width for each in parts if each.name == "index") == index
+    assert replace(config, kv_dtype="fp8").kv_spec("bfloat16").bytes_per_token == (
+        latent // 2 + index
+    )
+
+
+def test_each_device_has_the_whole_key_of_an_indexer() -> None:
+    spec, known = _read("MiniMax-M3").kv_spec("bfloat16"), CATALOG["minimax-m3"]
+    kv, index = 60 * 2 * 4 * 128 * 2, 57 * 128 * 2
+    assert spec.bytes_per_device(4) == kv // 4 + index
+    assert known.kv_rows() == [(60 * 2 * 4 * 4, 32), (57 * 4, 32)]  # a transfer sends it once
+
+
+def test_state_of_kimi_linear_is_that_of_its_20_layers_and_latents_are_whole() -> None:
+    # a float32 matrix of 128 x 128 for each of 32 heads, three inputs of q, k and v
+    spec = _read("Kimi-Linear-48B-A3B-Instruct").kv_spec("bfloat16")
+    assert spec.state.bytes_per_token == 20 * 32 * (128 * 128 * 4 + 3 * 3 * 128 * 2)
+    assert spec.bytes_per_device(8) == spec.bytes_per_token
+
+
+@pytest.mark.parametrize(
+    ("name", "mamba", "attention"),
     [
-        (_text(QWEN, partial_rotary_factor=0.5), "0.5 contradicts .* which state 0.25"),
-        (_text(MISTRAL, n_group=4, topk_group=2), "n_group must be 1"),
-        (_text(MISTRAL, qk_rope_head_dim=32), "must be partial_rotary_factor=0.5 times 96 values"),
-        (HY | {"route_norm": False}, "route_norm must be true"),
-        (HY | {"expert_hidden_dim": 768}, "expert_hidden_dim must be moe_intermediate_size=1536"),
-        (KIMI | {"architectures": ["KimiVLForConditionalGeneration"]}, "must hold 'KimiK25For"),
+        *[(f"granite-4.0-h-{size}", 36, 4) for size in ("small", "tiny", "micro")],
+        ("NVIDIA-Nemotron-Nano-9B-v2", 27, 4),
+        ("NVIDIA-Nemotron-3-Nano-30B-A3B", 23, 6),
     ],
 )
-def test_one_that_says_something_else_is_refused(fields: dict[str, object], match: str) -> None:
-    with pytest.raises(CheckpointError, match=match):
-        read_config(HfConfig(fields))
+def test_layers_of_published_hybrids_are_of_the_kinds_that_they_say(
+    name: str, mamba: int, attention: int
+) -> None:
+    config = _read(name)
+    assert sum(layer.mamba is not None for layer in config.layers) == mamba
+    assert sum(layer.mamba is None and layer.parts != "ffn" for layer in config.layers) == attention
+    state = config.kv_spec("bfloat16").state.bytes_per_token
+    assert bytes_per_device(config, Layout(tp=2), "bfloat16")[2] * 2 == state
+
+
+def test_windows_and_contexts_are_as_transformers_reads_them() -> None:
+    command = _read("c4ai-command-r7b-12-2024")
+    assert [layer.window for layer in command.layers] == [4096, 4096, 4096, None] * 8
+    assert [layer.rotated for layer in command.layers] == [True, True, True, False] * 8
+    mimo = _read("MiMo-V2-Flash")
+    assert {layer.window for layer in mimo.layers} == {None, 129}
+    assert sum(layer.window is None for layer in mimo.layers) == 9
+    assert {layer.rope.head_dim for layer in mimo.layers if layer.rope} == {64}
+    assert _read("LFM2-1.2B").ffn == 8192
+    minimax = _read("MiniMax-Text-01")
+    assert minimax.attention.rope.head_dim == 64 and minimax.attention.head_dim == 128
+    assert [layer.lightning is None for layer in minimax.layers] == ([False] * 7 + [True]) * 10
+    assert {layer.factors for layer in minimax.layers} == {((3.5565588200778455, 1.0),) * 2}
+    step = _read("Step-3.5-Flash")
+    heads = [(step.attention_of(layer).query_heads, layer.window) for layer in step.layers]
+    assert heads == ([(64, None), *[(96, 512)] * 3] * 12)[:45]
+    rotated = [layer.rope.head_dim for layer in step.layers if layer.rope]
+    assert rotated == ([64, 128, 128, 128] * 12)[:45]
+    assert sum(layer.experts is not None for layer in step.layers) == 42
+    assert [bool(layer.gate) for layer in step.layers] == [False] * 44 + [True]
+    # attention in chunks equals full attention up to one chunk
+    assert _read("Llama-4-Scout-17B-16E-Instruct").context_tokens == 8192
+
+
+def test_gemma_4_is_read_as_its_published_configs_state_it() -> None:
+    config, dense = _read(GEMMA_4), _read(GEMMA_4_DENSE)
+    windowed, full = config.attention, config.layers[5].attention
+    assert full is not None
+    assert [layer.window for layer in config.layers][:7] == [1024] * 5 + [None, 1024]
+    assert (windowed.kv_heads, windowed.head_dim, windowed.keys_are_values) == (8, 256, False)
+    assert (full.kv_heads, full.head_dim, full.keys_are_values) == (2, 512, True)
+    assert (windowed.rope.theta, full.rope.theta) == (1e4, 1e6)
+    assert (full.rope.type, full.rope.head_dim, full.rope.turned_pairs) == ("proportional", 512, 64)
+    assert (windowed.scale, full.scale, config.logits_cap, config.tied) == (1.0, 1.0, 30.0, True)
+    experts = config.experts
+    assert experts is not None and (experts.experts, experts.experts_per_token) == (128, 8)
+    assert (experts.ffn, experts.shared_ffn, experts.beside) == (704, 2112, True)
+    assert dense.experts is None and (config.kv_heads, dense.kv_heads) == (2, 4)
+    # of 50 layers with a window and 10 without one, two bytes a value
+    kept = dense.kv_spec("bfloat16")
+    assert kept.windowed.bytes_per_token == 50 * 2 * 16 * 256 * 2
+    assert kept.unwindowed.bytes_per_token == 10 * 2 * 4 * 512 * 2
+    assert kept.can_part and config.kv_spec("bfloat16").can_part
+
+
+def test_sizes_by_layer_are_read_as_transformers_writes_them() -> None:
+    by_layer = {str(at): {"head_dim": 512, "num_key_value_heads": 4} for at in range(5, 60, 6)}
+    absent = {"global_head_dim": None, "num_global_key_value_heads": None}
+
+    def written(form: object) -> DecoderConfig:
+        return read_config(HfConfig(text_part(GEMMA_4_DENSE, **absent, per_layer_config=form)))
+
+    padded = {key.zfill(2): sizes for key, sizes in by_layer.items()}
+    for form in (by_layer, padded):
+        assert written(form) == _read(GEMMA_4_DENSE)
+    alike = written({}).layers[5].attention
+    assert alike is not None and (alike.kv_heads, alike.head_dim) == (16, 256)
+    unlike = by_layer | {"4": {"head_dim": 512}}
+    wrong = ({"5": {"head_dim": 64}}, unlike, {"5": 3}, {"x": {}}, [1])
+    said = "per_layer_config must give the same head_dim"
+    assert not_refused(written, ((said, form) for form in wrong)) == []
+
+
+def _minimax(**sparse: object) -> Fields:
+    text = published("MiniMax-M3")["text_config"]
+    assert isinstance(text, dict)
+    return text_part("MiniMax-M3", sparse_attention_config=text["sparse_attention_config"] | sparse)
+
+
+def _refused_by_name() -> Iterable[tuple[str, Fields]]:
+    qwen, mistral, hy = "Qwen3.6-35B-A3B", "Mistral-Small-4-119B-2603", published("Hy3")
+    yield "0.5 contradicts .* which state 0.25", text_part(qwen, partial_rotary_factor=0.5)
+    yield "n_group must be 1", text_part(mistral, n_group=4, topk_group=2)
+    said = "must be partial_rotary_factor=0.5 times 96 values"
+    yield said, text_part(mistral, qk_rope_head_dim=32)
+    yield "route_norm must be true", hy | {"route_norm": False}
+    said = "expert_hidden_dim must be moe_intermediate_size=1536"
+    yield said, hy | {"expert_hidden_dim": 768}
+    other = {"architectures": ["KimiVLForConditionalGeneration"]}
+    yield "must hold 'KimiK25For", published("Kimi-K2.5") | other
+    for shared in (
+        {"index_topk_freq": 4},
+        {"index_topk_pattern": "FSS"},
+        {"indexer_types": ["shared"]},
+    ):
+        yield "a selection that several layers share", published("GLM-5") | shared
+    for sparse in (
+        {"sparse_init_block": 1},
+        {"sparse_score_type": "mean"},
+        {"sparse_num_index_heads": 8},
+        {"sparse_local_block": 0},
+        {"sparse_disable_index_value": [0] * 60},
+        {"sparse_something_new": 1},
+    ):
+        yield "sparse_attention_config", _minimax(**sparse)
+    for field, value in (
+        ("hidden_size_per_layer_input", 256),
+        ("num_kv_shared_layers", 18),
+        ("use_double_wide_mlp", True),
+        ("use_bidirectional_attention", "all"),
+        ("num_global_key_value_heads", 5),
+        ("top_k_experts", 200),
+        ("layer_types", ["sliding_attention"] * 30),
+        ("rope_scaling", {"rope_type": "linear", "factor": 2.0}),
+        ("rope_parameters", {"full_attention": {"rope_type": "default"}}),
+    ):
+        yield field, text_part(GEMMA_4, **{field: value})
+    silent = text_part(GEMMA_4)
+    del silent["text_config"]["hidden_size_per_layer_input"]  # type: ignore[attr-defined]
+    yield "hidden_size_per_layer_input must be stated", silent
+    yield r"of an even size \(2 kv heads of 511\)", text_part(GEMMA_4, global_head_dim=511)
+    partly = {"full_attention": {"rope_theta": 1e6, "partial_rotary_factor": 0.5}}
+    yield "partial_rotary_factor", text_part(GEMMA_4, rope_parameters=partly)
+
+
+def test_one_that_says_something_else_is_refused_by_name() -> None:
+    assert not_refused(lambda fields: read_config(HfConfig(fields)), _refused_by_name()) == []
 
 
 def test_what_is_named_as_missing_is_missing(tmp_path: Path) -> None:
     """A disabled window is not listed, nor are fields beside refused rotary positions."""
-    path = tmp_path / "config.json"
+    phi = published("Phi-3-mini-128k-instruct")
     off = {"model_type": "stablelm", "sliding_window": 9, "use_sliding_window": False}
-    path.write_text(json.dumps(PHI | off | {"rope_scaling": None}))
-    assert inspect(path).missing == ["the family 'stablelm'"]
-    path.write_text(json.dumps(PHI | {"rope_scaling": {"type": "spiral"}}))
-    (said,) = inspect(path).missing
+    other = phi | off | {"rope_scaling": None}
+    assert _inspected(tmp_path, other) == ["the family 'stablelm'"]
+    (said,) = _inspected(tmp_path, phi | {"rope_scaling": {"type": "spiral"}})
     assert "rope_type 'spiral'" in said
 
 
@@ -279,217 +273,3 @@ def test_a_gemma_3_that_sees_bounds_no_logits_as_transformers_has_it() -> None:
     alone = read_config(HfConfig({"model_type": "gemma3_text"} | text))
     seeing = read_config(HfConfig({"model_type": "gemma3", "text_config": text}))
     assert (alone.logits_cap, seeing.logits_cap) == (30.0, 0.0)
-
-
-DEEPSEEK_V32 = {
-    "architectures": ["DeepseekV32ForCausalLM"],
-    "model_type": "deepseek_v32",
-    "attention_bias": False,
-    "ep_size": 1,
-    "first_k_dense_replace": 3,
-    "hidden_act": "silu",
-    "hidden_size": 7168,
-    "index_head_dim": 128,
-    "index_n_heads": 64,
-    "index_topk": 2048,
-    "intermediate_size": 18432,
-    "kv_lora_rank": 512,
-    "max_position_embeddings": 163840,
-    "moe_intermediate_size": 2048,
-    "moe_layer_freq": 1,
-    "n_group": 8,
-    "n_routed_experts": 256,
-    "n_shared_experts": 1,
-    "norm_topk_prob": True,
-    "num_attention_heads": 128,
-    "num_experts_per_tok": 8,
-    "num_hidden_layers": 61,
-    "num_key_value_heads": 128,
-    "num_nextn_predict_layers": 1,
-    "q_lora_rank": 1536,
-    "qk_nope_head_dim": 128,
-    "qk_rope_head_dim": 64,
-    "quantization_config": {
-        "activation_scheme": "dynamic",
-        "fmt": "e4m3",
-        "quant_method": "fp8",
-        "scale_fmt": "ue8m0",
-        "weight_block_size": [128, 128],
-    },
-    "rms_norm_eps": 1e-6,
-    "rope_scaling": YARN | {"factor": 40, "original_max_position_embeddings": 4096},
-    "rope_theta": 10000,
-    "routed_scaling_factor": 2.5,
-    "scoring_func": "sigmoid",
-    "tie_word_embeddings": False,
-    "topk_group": 4,
-    "topk_method": "noaux_tc",
-    "v_head_dim": 128,
-    "vocab_size": 129280,
-}
-GLM_5 = DEEPSEEK_V32 | {
-    "architectures": ["GlmMoeDsaForCausalLM"],
-    "model_type": "glm_moe_dsa",
-    "head_dim": 64,
-    "hidden_size": 6144,
-    "index_n_heads": 32,
-    "indexer_rope_interleave": True,
-    "intermediate_size": 12288,
-    "max_position_embeddings": 202752,
-    "n_group": 1,
-    "num_attention_heads": 64,
-    "num_hidden_layers": 78,
-    "num_key_value_heads": 64,
-    "q_lora_rank": 2048,
-    "qk_head_dim": 256,
-    "qk_nope_head_dim": 192,
-    "quantization_config": None,
-    "rms_norm_eps": 1e-5,
-    "rope_interleave": True,
-    "rope_parameters": {"rope_theta": 1000000, "rope_type": "default"},
-    "rope_scaling": None,
-    "rope_theta": None,
-    "topk_group": 1,
-    "v_head_dim": 256,
-    "vocab_size": 154880,
-}
-
-
-@pytest.mark.parametrize(
-    ("name", "fields", "latent", "index"),
-    [("deepseek-v3.2", DEEPSEEK_V32, 70272, 15616), ("glm-5", GLM_5, 89856, 19968)],
-)
-def test_models_with_an_indexer_are_in_the_catalogue_as_published(
-    name: str, fields: dict[str, object], latent: int, index: int
-) -> None:
-    config = read_config(HfConfig(fields))
-    assert config.cost_geometry(name) == CATALOG[name]
-    assert CATALOG[name].kv_bytes_per_token("bfloat16") == latent + index
-    parts = config.kv_spec("bfloat16").components
-    for part, kept in (("latent", latent), ("index", index)):
-        assert sum(2 * each.width for each in parts if each.name == part) == kept
-    in_fp8 = replace(config, kv_dtype="fp8")
-    assert in_fp8.kv_spec("bfloat16").bytes_per_token == latent // 2 + index
-
-
-# deepseek-ai/DeepSeek-V3
-DEEPSEEK_V3 = {name: value for name, value in DEEPSEEK_V32.items() if "index" not in name} | {
-    "architectures": ["DeepseekV3ForCausalLM"],
-    "model_type": "deepseek_v3",
-}
-# zai-org/GLM-4.6
-GLM_4_6 = {
-    "architectures": ["Glm4MoeForCausalLM"],
-    "model_type": "glm4_moe",
-    "attention_bias": True,
-    "first_k_dense_replace": 3,
-    "head_dim": 128,
-    "hidden_act": "silu",
-    "hidden_size": 5120,
-    "intermediate_size": 12288,
-    "max_position_embeddings": 202752,
-    "moe_intermediate_size": 1536,
-    "n_group": 1,
-    "n_routed_experts": 160,
-    "n_shared_experts": 1,
-    "norm_topk_prob": True,
-    "num_attention_heads": 96,
-    "num_experts_per_tok": 8,
-    "num_hidden_layers": 92,
-    "num_key_value_heads": 8,
-    "num_nextn_predict_layers": 1,
-    "partial_rotary_factor": 0.5,
-    "rms_norm_eps": 1e-5,
-    "rope_scaling": None,
-    "rope_theta": 1000000,
-    "routed_scaling_factor": 2.5,
-    "tie_word_embeddings": False,
-    "topk_group": 1,
-    "use_qk_norm": True,
-    "vocab_size": 151552,
-}
-
-
-@pytest.mark.parametrize(
-    ("name", "fields", "layers"),
-    [
-        ("deepseek-v3", DEEPSEEK_V3, 1),
-        ("glm-4.6", GLM_4_6, 1),
-        ("kimi-k2.5", KIMI, 0),
-        ("deepseek-v3.2", DEEPSEEK_V32, 0),
-        ("glm-5", GLM_5, 0),
-    ],
-)
-def test_next_token_layers_that_can_be_loaded_are_in_the_catalogue(
-    name: str, fields: dict[str, object], layers: int
-) -> None:
-    """Layers with an indexer cannot."""
-    found = read_config(HfConfig(fields)).cost_geometry(name)
-    assert found == CATALOG[name]
-    assert found.next_token_layers == CATALOG[name].next_token_layers == layers
-
-
-@pytest.mark.parametrize(
-    "shared", [{"index_topk_freq": 4}, {"index_topk_pattern": "FSS"}, {"indexer_types": ["shared"]}]
-)
-def test_a_selection_that_layers_share_is_refused_by_name(shared: dict[str, object]) -> None:
-    with pytest.raises(CheckpointError, match="a selection that several layers share"):
-        read_config(HfConfig(GLM_5 | shared))
-
-
-# moonshotai/Kimi-Linear-48B-A3B-Instruct
-KIMI_LINEAR = {
-    "architectures": ["KimiLinearForCausalLM"],
-    "model_type": "kimi_linear",
-    "first_k_dense_replace": 1,
-    "head_dim": 72,
-    "hidden_act": "silu",
-    "hidden_size": 2304,
-    "intermediate_size": 9216,
-    "kv_lora_rank": 512,
-    "linear_attn_config": {
-        "full_attn_layers": [4, 8, 12, 16, 20, 24, 27],
-        "head_dim": 128,
-        "kda_layers": [at for at in range(1, 27) if at % 4],
-        "num_heads": 32,
-        "short_conv_kernel_size": 4,
-    },
-    "mla_use_nope": True,
-    "model_max_length": 1048576,
-    "moe_intermediate_size": 1024,
-    "moe_layer_freq": 1,
-    "moe_renormalize": True,
-    "moe_router_activation_func": "sigmoid",
-    "num_attention_heads": 32,
-    "num_expert_group": 1,
-    "num_experts": 256,
-    "num_experts_per_token": 8,
-    "num_hidden_layers": 27,
-    "num_key_value_heads": 32,
-    "num_nextn_predict_layers": 0,
-    "num_shared_experts": 1,
-    "q_lora_rank": None,
-    "qk_nope_head_dim": 128,
-    "qk_rope_head_dim": 64,
-    "rms_norm_eps": 1e-5,
-    "rope_scaling": None,
-    "rope_theta": 10000.0,
-    "routed_scaling_factor": 2.446,
-    "tie_word_embeddings": False,
-    "topk_group": 1,
-    "use_grouped_topk": True,
-    "v_head_dim": 128,
-    "vocab_size": 163840,
-}
-
-
-def test_kimi_linear_is_in_the_catalogue_as_published() -> None:
-    config, known = read_config(HfConfig(KIMI_LINEAR)), CATALOG["kimi-linear-48b-a3b"]
-    assert config.cost_geometry(known.name) == known
-    assert 48.5e9 < known.parameters < 50e9 and 2.9e9 < known.active_parameters < 3.6e9
-    spec = config.kv_spec("bfloat16")
-    assert spec.bytes_per_token == known.kv_bytes_per_token() == 7 * 576 * 2
-    # 20 layers: a float32 matrix of 128 x 128 for each of 32 heads, three inputs of q, k and v
-    state = 20 * 32 * (128 * 128 * 4 + 3 * 3 * 128 * 2)
-    assert spec.state.bytes_per_token == known.state_bytes() == state
-    assert config.kv_heads == 32 and spec.bytes_per_device(8) == spec.bytes_per_token

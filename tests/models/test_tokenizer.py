@@ -4,6 +4,7 @@ have them."""
 import json
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tokenizers
@@ -11,8 +12,10 @@ from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
 from jdisagg.errors import CheckpointError, InvalidRequestError
 from jdisagg.request import SamplingDefaults
+from models.chat_template import ChatTemplate
 from models.generation_config import LEAST_TOP_P
 from models.tokenizer import Tokenizer
+from tests.lanes import first_quick
 
 CHATML = (
     "{% for message in messages %}\n    {%- if message.role not in ['user', 'assistant', 'system']"
@@ -53,30 +56,33 @@ def _write(path: Path, **fields: object) -> None:
     path.write_text(json.dumps(fields))
 
 
+def _rendered(source: str, *messages: dict[str, Any], **how: Any) -> str:
+    return ChatTemplate({"default": source}, {}).render(
+        messages, **{"add_generation_prompt": True} | how
+    )
+
+
 def test_text_makes_the_round_trip_untruncated(directory: Path) -> None:
     tokenizer = Tokenizer.from_directory(directory)
     ids = tokenizer.encode("once upon a time: zażółć 🙂")
     assert ids[0] == tokenizer.bos_id == 0 and len(ids) > 4
     assert tokenizer.decode(ids) == "once upon a time: zażółć 🙂"
     assert tokenizer.decode(ids, skip_special_tokens=False).startswith("<s>")
-    assert (
-        tokenizer.special_ids == {0, 1, 2, 3}
-        and tokenizer.id_to_token(1) == "</s>"
-        and tokenizer.id_to_token(10**12) is None
-    )
+    assert tokenizer.special_ids == {0, 1, 2, 3}
+    assert tokenizer.id_to_token(1) == "</s>" and tokenizer.id_to_token(10**12) is None
 
 
-@pytest.mark.parametrize(
-    ("generation", "config", "ends"),
-    [([3, 1], 2, (3, 1, 2)), (3, 2, (3, 2, 1)), (None, [2, 3], (2, 3, 1)), (None, None, (1,))],
-)
-def test_ends_are_all_that_generation_config_config_and_the_tokenizer_name(
-    directory: Path, generation: object, config: object, ends: tuple[int, ...]
-) -> None:
-    if generation is not None:
-        _write(directory / "generation_config.json", eos_token_id=generation)
-    _write(directory / "config.json", eos_token_id=config)
-    assert Tokenizer.from_directory(directory).eos_ids == ends
+def test_ends_are_all_that_generation_config_config_and_the_tokenizer_name(directory: Path) -> None:
+    for generation, config, ends in (
+        (None, [2, 3], (2, 3, 1)),
+        (None, None, (1,)),
+        ([3, 1], 2, (3, 1, 2)),
+        (3, 2, (3, 2, 1)),
+    ):
+        if generation is not None:
+            _write(directory / "generation_config.json", eos_token_id=generation)
+        _write(directory / "config.json", eos_token_id=config)
+        assert Tokenizer.from_directory(directory).eos_ids == ends
 
 
 def test_the_ends_of_a_model_with_a_text_part_are_its_text_parts(directory: Path) -> None:
@@ -138,28 +144,27 @@ def test_a_conversation_may_end_within_its_last_message(directory: Path) -> None
         text("a time", "e")
 
 
-@pytest.mark.parametrize(
-    ("source", "last", "ends"),
-    [
-        ("{{ messages[-1].content }};[{{ messages[-1].content }}]", "once ", "once ;[once "),
-        ("{{ documents[0].text }}[{{ messages[-1].content }}] {{ documents[0].text }}", "x", "x[x"),
-        ("[{{ messages[-1].content | upper }}]", "once", "[ONCE"),
-        ("[{{ messages[-1].content | escape }}]", "a<b ", "[a&lt;b "),
-        ("[{{ messages[-1].content | tojson }}]", 'a"b 12', '["a\\"b 12'),
-        ("[{{ messages[-1].content.split('</think>')[-1] }}]", "<think>x</think>y", "[y"),
-    ],
+LAST = (
+    ("{{ messages[-1].content }};[{{ messages[-1].content }}]", "once ", "once ;[once "),
+    ("{{ documents[0].text }}[{{ messages[-1].content }}] {{ documents[0].text }}", "x", "x[x"),
+    ("[{{ messages[-1].content | upper }}]", "once", "[ONCE"),
+    ("[{{ messages[-1].content | escape }}]", "a<b ", "[a&lt;b "),
+    ("[{{ messages[-1].content | tojson }}]", 'a"b 12', '["a\\"b 12'),
+    ("[{{ messages[-1].content.split('</think>')[-1] }}]", "<think>x</think>y", "[y"),
 )
-def test_a_prompt_ends_with_the_last_message_whatever_the_template_makes_of_it(
-    directory: Path, source: str, last: str, ends: str
-) -> None:
-    (directory / "chat_template.jinja").write_text(source)
-    text = Tokenizer.from_directory(directory).apply_chat_template(
-        [{"role": "user", "content": "x"}, {"role": "assistant", "content": last}],
-        continue_final_message=True,
-        add_generation_prompt=False,
-        arguments={"documents": [{"text": "x"}]},
-    )
-    assert text == ends
+
+
+def test_a_prompt_ends_with_the_last_message_whatever_the_template_makes_of_it() -> None:
+    for source, last, ends in LAST:
+        text = _rendered(
+            source,
+            {"role": "user", "content": "x"},
+            {"role": "assistant", "content": last},
+            continue_final_message=True,
+            add_generation_prompt=False,
+            arguments={"documents": [{"text": "x"}]},
+        )
+        assert text == ends, source
 
 
 PARTS = [{"type": "text", "text": "once"}, {"type": "text", "text": "upon"}]
@@ -181,27 +186,18 @@ FORMS = {
 }
 
 
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("role", ["user", "assistant", "tool", "system"])
-def test_content_reaches_a_template_in_the_form_that_it_displays(
-    directory: Path, form: str, role: str
-) -> None:
-    source = "{% for m in messages %}" + form + "{% endfor %}"
-    (directory / "chat_template.jinja").write_text(source)
-    tokenizer = Tokenizer.from_directory(directory)
-    text, parts = FORMS[form]
-    rendered = [
-        tokenizer.apply_chat_template([{"role": role, "content": content}])
-        for content in ("once", PARTS)
-    ]
-    assert rendered == [text, parts]
-    if "tool_calls" in form and role == "assistant":
-        calling = {"role": role, "content": PARTS, "tool_calls": [{"function": {}}]}
-        assert tokenizer.apply_chat_template([calling]) == "once\nupon"
-    ends = tokenizer.apply_chat_template(
-        [{"role": role, "content": PARTS}], continue_final_message=True
-    )
-    assert parts.rstrip(';"').startswith(ends) and ends
+def test_content_reaches_a_template_in_the_form_that_it_displays() -> None:
+    for form, (text, parts) in FORMS.items():
+        source = "{% for m in messages %}" + form + "{% endfor %}"
+        for role in ("user", "assistant", "tool", "system"):
+            shown = [_rendered(source, {"role": role, "content": each}) for each in ("once", PARTS)]
+            assert shown == [text, parts], (form, role)
+            message = {"role": role, "content": PARTS}
+            if "tool_calls" in form and role == "assistant":
+                calling = message | {"tool_calls": [{"function": {}}]}
+                assert _rendered(source, calling) == "once\nupon"
+            ends = _rendered(source, message, continue_final_message=True)
+            assert parts.rstrip(';"').startswith(ends) and ends, (form, role)
 
 
 def test_a_template_sees_what_it_is_given_but_not_in_place_of_the_servers_words(
@@ -276,34 +272,26 @@ def test_a_template_sees_documents_and_all_special_tokens(directory: Path) -> No
     assert tokenizer.apply_chat_template([], arguments=documents) == "<a>,<b> x"
 
 
-@pytest.mark.parametrize(
-    "messages",
-    [
-        [{"role": "wizard", "content": "x"}],
-        [{"role": "user"}],
-        [{"content": "x"}],
-        [{"role": "user", "content": 7}],
-    ],
-)
-def test_messages_that_a_template_refuses_are_the_clients_error(
-    directory: Path, messages: list[dict[str, object]]
-) -> None:
-    with pytest.raises(InvalidRequestError, match="chat template"):
-        Tokenizer.from_directory(directory).apply_chat_template(messages)
+def test_messages_that_a_template_refuses_are_the_clients_error(directory: Path) -> None:
+    tokenizer = Tokenizer.from_directory(directory)
+    for message in (
+        {"role": "wizard", "content": "x"},
+        {"role": "user"},
+        {"content": "x"},
+        {"role": "user", "content": 7},
+    ):
+        with pytest.raises(InvalidRequestError, match="chat template"):
+            tokenizer.apply_chat_template([message])
 
 
-@pytest.mark.parametrize(
-    "template",
-    [
+def test_a_template_cannot_leave_its_sandbox() -> None:
+    for source in (
         "{{ messages.__class__.__mro__ }}",
         "{{ ''.__class__.__base__.__subclasses__() }}",
         "{% set _ = messages.append(1) %}",
-    ],
-)
-def test_a_template_cannot_leave_its_sandbox(directory: Path, template: str) -> None:
-    (directory / "chat_template.jinja").write_text(template)
-    with pytest.raises(InvalidRequestError):
-        Tokenizer.from_directory(directory).apply_chat_template([])
+    ):
+        with pytest.raises(InvalidRequestError):
+            _rendered(source)
 
 
 def test_a_broken_template_or_none_is_said_by_name(directory: Path) -> None:
@@ -318,33 +306,33 @@ def test_a_broken_template_or_none_is_said_by_name(directory: Path) -> None:
 
 def test_broken_files_are_named(directory: Path, tmp_path: Path) -> None:
     _write(directory / "generation_config.json", eos_token_id="</s>")
+
+    def read(folder: Path = directory) -> None:
+        Tokenizer.from_directory(folder)
+
     with pytest.raises(CheckpointError, match="generation_config.json: eos_token_id"):
-        Tokenizer.from_directory(directory)
+        read()
     _write(directory / "generation_config.json", eos_token_id=[3, 2**31])
-    with pytest.raises(
-        CheckpointError, match="generation_config.json: eos_token_id must be a token id"
-    ):
-        Tokenizer.from_directory(directory)
+    with pytest.raises(CheckpointError, match="config.json: eos_token_id must be a token id"):
+        read()
     _write(directory / "generation_config.json", eos_token_id=list(range(16)))
     _write(directory / "config.json", eos_token_id=16)
     with pytest.raises(CheckpointError, match="eos_token_id may list 16 tokens, got 17"):
-        Tokenizer.from_directory(directory)
+        read()
     (directory / "tokenizer.json").write_text("{")
     with pytest.raises(CheckpointError, match="tokenizer.json is not a readable tokenizer"):
-        Tokenizer.from_directory(directory)
+        read()
     (directory / "tokenizer.json").unlink()
     with pytest.raises(CheckpointError, match="has no tokenizer.json"):
-        Tokenizer.from_directory(directory)
+        read()
     with pytest.raises(CheckpointError, match="nowhere' does not exist; give one with"):
-        Tokenizer.from_directory(tmp_path / "nowhere")
-    with pytest.raises(
-        CheckpointError,
-        match="generation_config.json' is a file; give the directory that contains it",
-    ):
-        Tokenizer.from_directory(directory / "generation_config.json")
+        read(tmp_path / "nowhere")
+    said = "generation_config.json' is a file; give the directory that contains it"
+    with pytest.raises(CheckpointError, match=said):
+        read(directory / "generation_config.json")
 
 
-@pytest.mark.parametrize("way", ["encode", "decode"])
+@pytest.mark.parametrize(("way",), first_quick([("encode",), ("decode",)]))
 def test_other_threads_run_while_a_long_text_is_worked_on(directory: Path, way: str) -> None:
     tokenizer = Tokenizer.from_directory(directory)
     text = "once upon a time " * 50_000
@@ -385,17 +373,12 @@ NULLS = {
 }
 
 
-@pytest.mark.parametrize("form", NULLS)
-def test_null_reaches_a_template_that_can_display_it(directory: Path, form: str) -> None:
+def test_null_reaches_a_template_that_can_display_it() -> None:
     """Elsewhere it is an empty text: nobody wrote the word None."""
-    (directory / "chat_template.jinja").write_text(
-        "{% for m in messages %}{% if m.role == 'assistant' %}" + form + "{% endif %}{% endfor %}"
-    )
-    tokenizer = Tokenizer.from_directory(directory)
-    user = {"role": "user", "content": "x"}
-    assert (
-        tokenizer.apply_chat_template([user, {"role": "assistant", "content": None}]) == NULLS[form]
-    )
+    user, nothing = {"role": "user", "content": "x"}, {"role": "assistant", "content": None}
+    for form, text in NULLS.items():
+        source = "{% for m in messages %}{% if m.role == 'assistant' %}" + form
+        assert _rendered(source + "{% endif %}{% endfor %}", user, nothing) == text, form
 
 
 def test_a_role_is_taken_if_the_template_displays_it(directory: Path) -> None:
@@ -411,19 +394,13 @@ def test_a_role_is_taken_if_the_template_displays_it(directory: Path) -> None:
     assert tokenizer._chat is not None and len(tokenizer._chat._forms) <= 64
 
 
-@pytest.mark.parametrize(
-    ("stated", "read"),
-    [
+def test_numbers_of_a_generation_config_are_taken_as_others_take_them(directory: Path) -> None:
+    for stated, read in (
         ({"top_k": 20.0}, SamplingDefaults(top_k=20)),
         ({"top_k": -1}, SamplingDefaults(top_k=0)),
         ({"max_new_tokens": 2048.0}, SamplingDefaults(max_tokens=2048)),
         ({"top_p": 0}, SamplingDefaults(top_p=LEAST_TOP_P)),
         ({"temperature": 0, "top_p": 1}, SamplingDefaults(temperature=0, top_p=1)),
-    ],
-    ids=str,
-)
-def test_numbers_of_a_generation_config_are_taken_as_others_take_them(
-    directory: Path, stated: dict[str, object], read: SamplingDefaults
-) -> None:
-    _write(directory / "generation_config.json", **stated)
-    assert Tokenizer.from_directory(directory).sampling_defaults == read
+    ):
+        _write(directory / "generation_config.json", **stated)
+        assert Tokenizer.from_directory(directory).sampling_defaults == read, stated

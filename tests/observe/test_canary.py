@@ -2,6 +2,8 @@
 virtual time."""
 
 import asyncio
+import contextlib
+from collections.abc import AsyncIterator
 
 from jdisagg.config import Mode
 from jdisagg.dispatch.router_events import NoRouterEvents
@@ -55,36 +57,40 @@ def test_only_idle_pairs_are_due() -> None:
     assert canary.due(3.0, 2.0) == (A,)
 
 
-def runner(cluster: Cluster, canary: Canary, said: list[Readiness]) -> CanaryRunner:
+@contextlib.asynccontextmanager
+async def probed(
+    cluster: Cluster, canary: Canary | None = None, settle_seconds: float = 0.0
+) -> AsyncIterator[tuple[CanaryRunner, list[Readiness]]]:
+    """Canaries through a cluster, which has nothing left of them in the end; and each change."""
+    said: list[Readiness] = []
     prefills = {"prefill0": cluster.prefill} if cluster.mode is Mode.DISAGGREGATED else {}
     probe = PortProbe(prefills, {"decode0": cluster.decode}, cluster.new_id)
 
     async def pairs() -> tuple[Pair, ...]:
         return pairs_of(await cluster.path.status())
 
-    return CanaryRunner(
+    running = CanaryRunner(
         probe,
         pairs,
         VirtualClock(),
-        canary,
+        canary or Canary(10.0),
         every_seconds=2.0,
         timeout_seconds=3.0,
         changed=said.append,
     )
+    running.start()
+    yield running, said
+    await running.stop()
+    await cluster.check_quiet(settle_seconds=settle_seconds)
 
 
 def test_a_canary_makes_an_idle_cluster_ready_and_leaves_nothing_behind() -> None:
     async def main() -> None:
         for mode in Mode:
-            async with Cluster(mode) as cluster:
-                canary, said = Canary(10.0), list[Readiness]()
-                running = runner(cluster, canary, said)
-                running.start()
+            async with Cluster(mode) as cluster, probed(cluster) as (running, said):
                 await asyncio.sleep(60.0)
                 assert [readiness.ready for readiness in said] == [False, True], "never flickered"
                 assert running.readiness().ready
-                await running.stop()
-                await cluster.check_quiet()
 
     run_virtually(main)
 
@@ -93,25 +99,18 @@ def test_readiness_ends_when_kv_stops_moving_though_every_process_is_fine_and_co
     async def main() -> None:
         broken = False
         faults = Faults(pull_error=lambda _: "the network is down" if broken else "")
-        async with Cluster(decode_faults=faults) as cluster:
-            canary, said = Canary(10.0), list[Readiness]()
-            running = runner(cluster, canary, said)
-            running.start()
+        async with Cluster(decode_faults=faults) as cluster, probed(cluster) as (running, said):
             await asyncio.sleep(20.0)
             assert said[-1].ready
             broken = True
             await asyncio.sleep(30.0)
             assert cluster.decode.counters["pulls_failed"] > 0, "the fault took effect"
             statuses = await cluster.path.status()
-            assert len(statuses) == 2 and not any(status.draining for status in statuses), (
-                "both processes answer"
-            )
+            assert [status.draining for status in statuses] == [False] * 2, "both processes answer"
             assert not said[-1].ready and "the network is down" in running.readiness().reason
             broken = False
             await asyncio.sleep(10.0)
             assert [readiness.ready for readiness in said] == [False, True, False, True]
-            await running.stop()
-            await cluster.check_quiet()
 
     run_virtually(main)
 
@@ -120,42 +119,34 @@ def test_a_pull_that_hangs_costs_its_own_canary_alone() -> None:
     async def main() -> None:
         hanging = True
         faults = Faults(pull_error=lambda _: "stall" if hanging else "")
-        async with Cluster(decode_faults=faults) as cluster:
-            canary, said = Canary(10.0), list[Readiness]()
-            running = runner(cluster, canary, said)
-            running.start()
+        async with (
+            Cluster(decode_faults=faults) as cluster,
+            probed(cluster, settle_seconds=100.0) as (running, _),
+        ):
             await asyncio.sleep(30.0)
-            assert (
-                not running.readiness().ready
-                and "did not finish within 3 s" in running.readiness().reason
-            )
+            assert not running.readiness().ready
+            assert "did not finish within 3 s" in running.readiness().reason
             hanging = False
             await asyncio.sleep(10.0)
             assert running.readiness().ready
-            await running.stop()
-            await cluster.check_quiet(settle_seconds=100.0)
 
     run_virtually(main)
 
 
 def test_a_busy_pair_needs_no_canary() -> None:
     async def main() -> None:
-        canary, said, now = Canary(10.0), list[Readiness](), VirtualClock().now
+        canary, now = Canary(10.0), VirtualClock().now
 
         class Seen(NoRouterEvents):
             def handed_over(self, prefill: str | None, decode: str) -> None:
                 canary.succeeded(Pair(prefill or "", decode), now())
 
-        async with Cluster(events=Seen()) as cluster:
-            running = runner(cluster, canary, said)
-            running.start()
+        async with Cluster(events=Seen()) as cluster, probed(cluster, canary) as (running, _):
             for number in range(40):
                 await cluster.collect(toy_request(number))
                 await asyncio.sleep(0.5)
             canaries = cluster.decode.counters["handoffs_completed"] - 40
             assert canaries == 1, "the first one, before there was traffic"
             assert running.readiness().ready
-            await running.stop()
-            await cluster.check_quiet()
 
     run_virtually(main)

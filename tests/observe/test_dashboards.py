@@ -15,7 +15,7 @@ from jdisagg.errors import UnavailableError
 from jdisagg.observe.canary import Canary
 from tests.fakes.cluster import toy_request
 from tests.fakes.virtual_time import run_virtually
-from tests.observe.test_kept_kv import keeping
+from tests.observe.kept import keeping
 from tests.worker.tiers import other
 from tools import dashboards
 

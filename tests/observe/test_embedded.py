@@ -16,8 +16,8 @@ from jdisagg.request import Request, SamplingParams, StreamEvent
 from launch.shipped import SHIPPED_MODEL
 from models.checkpoint import LoadedModel, load_model
 from models.tokenizer import Tokenizer
+from tests.observe.samples import Samples, at, parse, total
 from tests.observe.spans import TracedObserver, ends, starts, trace_of
-from tests.observe.test_metrics import Samples, at, parse
 
 pytestmark = pytest.mark.ci
 
@@ -73,31 +73,16 @@ async def test_an_embedded_cluster_is_seen_from_the_first_token_to_the_last() ->
         await cluster.stop()
     tokens = sum(len(event.token_ids) for answer in answers for event in answer)
     moved = sum(answer[-1].timings.kv_bytes_moved for answer in answers if answer[-1].timings)
-    assert at(samples, "jdisagg_generated_tokens_total") == tokens == 12
-    links = [
-        value
-        for (name, labels), value in samples.items()
-        if name == "jdisagg_kv_bytes_total" and ("destination", "decode-0") in labels
-    ]
-    assert sum(links) == moved > 0
-    assert (
-        at(samples, "jdisagg_compilations_total", worker="decode-0")
-        == cluster.decode.executor.programs.compilations
-        > 0
-    )
+    assert at(samples, "generated_tokens_total") == tokens == 12
+    assert total(samples, "kv_bytes_total") == moved > 0
+    compiled = cluster.decode.executor.programs.compilations
+    assert at(samples, "compilations_total", worker="decode-0") == compiled > 0
     events = trace_of(observer, "a")
     assert len(starts(events, "prefill chunk")) == 3, "70 tokens in chunks of 32"
-    assert (
-        len(starts(events, "pull"))
-        == len(starts(events, "insert"))
-        == len(starts(events, "verified"))
-    )
-    assert (
-        ends(events, "reserve")[0]
-        <= starts(events, "prefill chunk")[0]
-        <= starts(events, "admit")[0]
-        <= ends(events, "decode")[0]
-    )
+    counts = {len(starts(events, name)) for name in ("pull", "insert", "verified")}
+    assert len(counts) == 1
+    order = (starts(events, "prefill chunk")[0], starts(events, "admit")[0])
+    assert ends(events, "reserve")[0] <= order[0] <= order[1] <= ends(events, "decode")[0]
 
 
 async def test_bytes_to_and_from_each_tier_are_those_of_blocks_and_files(tmp_path: Path) -> None:
@@ -141,7 +126,7 @@ async def test_bytes_to_and_from_each_tier_are_those_of_blocks_and_files(tmp_pat
 
     def moved(samples: Samples, tier: str, way: str, worker: str = "prefill-0") -> float:
         labels = {"worker": worker, "tier": tier, "way": way}
-        return at(samples, "jdisagg_kept_bytes_moved_total", **labels)
+        return at(samples, "kept_bytes_moved_total", **labels)
 
     samples, cluster = await run((5, 5, 200, 5))
     counters, block = cluster._workers[0].counters, grain * cluster.kv_spec.bytes_per_token
@@ -154,6 +139,6 @@ async def test_bytes_to_and_from_each_tier_are_those_of_blocks_and_files(tmp_pat
     assert own + moved(samples, "disk", "written", "decode-0") == files and own > 5 * block
     samples, cluster = await run((5,))
     assert moved(samples, "disk", "restored") == own
-    assert at(samples, "jdisagg_cached_tokens_total", tier="disk") == 5 * grain
-    kept = at(samples, "jdisagg_kept_blocks", worker="prefill-0", role="prefill", tier="disk")
+    assert at(samples, "cached_tokens_total", tier="disk") == 5 * grain
+    kept = at(samples, "kept_blocks", worker="prefill-0", role="prefill", tier="disk")
     assert kept == 5

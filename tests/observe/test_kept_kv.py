@@ -7,23 +7,13 @@ from pathlib import Path
 
 from jdisagg.request import CachedTokens
 from jdisagg.scheduler.disk_blocks import FILE_EXTRA_BYTES
-from jdisagg.scheduler.host_blocks import TierRoom
 from tests.fakes.fake_disk import FakeDisk
 from tests.fakes.virtual_time import run_virtually
+from tests.observe.kept import keeping
 from tests.observe.observed import ObservedCluster
+from tests.observe.samples import Samples, at, parse
 from tests.observe.spans import trace_of
-from tests.observe.test_metrics import Samples, at, parse
-from tests.worker.conversations import NAMES, limits
-from tests.worker.tiers import BLOCK_BYTES, FAST, PIECES, other
-
-ROOM = TierRoom(12 * BLOCK_BYTES, 50 * (BLOCK_BYTES + FILE_EXTRA_BYTES), always=True)
-
-
-def keeping() -> ObservedCluster:
-    """Few pages at the prefill worker, and host memory behind them."""
-    return ObservedCluster(
-        decode=limits(pages=400), prefill=limits(pages=20), names=NAMES, costs=FAST, tiers=ROOM
-    )
+from tests.worker.tiers import BLOCK_BYTES, PIECES, other
 
 
 async def served() -> tuple[Samples, list[CachedTokens], ObservedCluster, dict]:
@@ -52,8 +42,8 @@ def test_tokens_by_tier_are_those_that_clients_were_told() -> None:
     assert whole.pages and whole.host and whole.disk and not whole.peer
     for tier, tokens in whole.by_tier().items():
         if tokens:
-            assert at(samples, "jdisagg_cached_tokens_total", tier=tier) == tokens
-            found = at(samples, "jdisagg_prefix_hit_tokens_total", owner="prefill0", tier=tier)
+            assert at(samples, "cached_tokens_total", tier=tier) == tokens
+            found = at(samples, "prefix_hit_tokens_total", owner="prefill0", tier=tier)
             assert found == tokens
     parts = {f"cached_{tier}": tokens for tier, tokens in told[-1].by_tier().items() if tokens}
     assert told[-1].disk and parts.items() <= root.items()
@@ -71,9 +61,9 @@ def test_blocks_and_bytes_of_each_tier_are_those_that_lie_there() -> None:
     for name, (blocks, size, room) in sizes.items():
         labels = {"worker": "prefill0", "role": "prefill", "tier": name}
         assert blocks > 0
-        assert at(samples, "jdisagg_kept_blocks", **labels) == blocks
-        assert at(samples, "jdisagg_kept_bytes", **labels) == blocks * size
-        assert at(samples, "jdisagg_kept_room_bytes", **labels) == room * size
+        assert at(samples, "kept_blocks", **labels) == blocks
+        assert at(samples, "kept_bytes", **labels) == blocks * size
+        assert at(samples, "kept_room_bytes", **labels) == room * size
 
 
 def test_bytes_and_moves_of_each_tier_are_those_of_the_blocks_that_went_and_came(
@@ -92,8 +82,8 @@ def test_bytes_and_moves_of_each_tier_are_those_of_the_blocks_that_went_and_came
     for (tier, way), (blocks, size, parts) in moves.items():
         labels = {"worker": "prefill0", "tier": tier, "way": way}
         assert blocks > 0, (tier, way)
-        assert at(samples, "jdisagg_kept_bytes_moved_total", **labels) == blocks * size
-        assert at(samples, "jdisagg_kept_move_seconds_count", **labels) == blocks * parts
+        assert at(samples, "kept_bytes_moved_total", **labels) == blocks * size
+        assert at(samples, "kept_move_seconds_count", **labels) == blocks * parts
     assert not any(
         ("source", "host memory") in labels for name, labels in samples if "kv_bytes" in name
     ), "links between workers are counted apart"

@@ -4,7 +4,7 @@ counters and the oracle's tokens."""
 import asyncio
 from dataclasses import replace
 
-from prometheus_client.parser import text_string_to_metric_families
+import pytest
 
 from jdisagg.config import Mode
 from jdisagg.errors import UnavailableError
@@ -16,9 +16,7 @@ from jdisagg.telemetry import Counters
 from tests.fakes.cluster import toy_request
 from tests.fakes.fake_executor import Faults, toy_limits
 from tests.observe.observed import ObservedCluster, on_a_cluster
-
-Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]
-
+from tests.observe.samples import at, parse, total
 
 PAGES = {"worker": "decode-0", "role": "decode", "rank": "0", "state": "free"}
 
@@ -38,19 +36,6 @@ async def _status() -> WorkerStatus:
     )
 
 
-def parse(text: bytes) -> Samples:
-    """By name and labels, with Prometheus' own parser."""
-    return {
-        (sample.name, frozenset(sample.labels.items())): sample.value
-        for family in text_string_to_metric_families(text.decode())
-        for sample in family.samples
-    }
-
-
-def at(samples: Samples, name: str, **labels: str) -> float:
-    return samples[(name, frozenset(labels.items()))]
-
-
 @on_a_cluster()
 async def test_what_is_scraped_equals_what_was_counted_and_delivered(
     cluster: ObservedCluster,
@@ -62,22 +47,17 @@ async def test_what_is_scraped_equals_what_was_counted_and_delivered(
     )
     samples = parse(await cluster.observer.metrics.scrape())
     tokens = sum(len(answer.tokens[0]) for answer in answers)
-    assert at(samples, "jdisagg_generated_tokens_total") == tokens
-    assert at(samples, "jdisagg_prompt_tokens_total") == 6 * 20
-    assert at(samples, "jdisagg_request_prompt_tokens_sum") == 6 * 20
-    assert at(samples, "jdisagg_request_generation_tokens_sum") == tokens
-    assert at(samples, "jdisagg_request_generation_tokens_count") == 6
-    assert at(samples, "jdisagg_requests_finished_total", result="length") == 6
+    assert at(samples, "generated_tokens_total") == tokens
+    assert at(samples, "prompt_tokens_total") == 6 * 20
+    assert at(samples, "request_prompt_tokens_sum") == 6 * 20
+    assert at(samples, "request_generation_tokens_sum") == tokens
+    assert at(samples, "request_generation_tokens_count") == 6
+    assert at(samples, "requests_finished_total", result="length") == 6
     completed = cluster.decode.counters["handoffs_completed"]
-    assert (
-        at(samples, "jdisagg_handoffs_total", owner="decode0", result="completed") == completed == 6
-    )
+    assert at(samples, "handoffs_total", owner="decode0", result="completed") == completed == 6
     moved = cluster.decode.counters["kv_bytes_received"]
-    by_link = [
-        value for (name, labels), value in samples.items() if name == "jdisagg_kv_bytes_total"
-    ]
-    assert sum(by_link) == moved > 0
-    assert at(samples, "jdisagg_compilations_total", worker="decode0") == 7
+    assert total(samples, "kv_bytes_total") == moved > 0
+    assert at(samples, "compilations_total", worker="decode0") == 7
 
 
 @on_a_cluster()
@@ -86,26 +66,20 @@ async def test_histograms_hold_the_instants_of_the_virtual_clock(cluster: Observ
     samples = parse(await cluster.observer.metrics.scrape())
     timings = answer.timings
     assert timings is not None
-    close = 1e-9
-    assert at(samples, "jdisagg_time_to_first_token_seconds_count") == 1
-    assert (
-        abs(at(samples, "jdisagg_time_to_first_token_seconds_sum") - timings.ttft_seconds) < close
-    )
-    assert (
-        abs(at(samples, "jdisagg_time_per_output_token_seconds_sum") - timings.tpot_seconds) < close
-    )
-    assert abs(at(samples, "jdisagg_handoff_gap_seconds_sum") - timings.handoff_gap_seconds) < close
-    gaps = timings.total_seconds - timings.ttft_seconds
-    assert abs(at(samples, "jdisagg_time_between_tokens_seconds_sum") - gaps) < close
-    assert at(samples, "jdisagg_exposed_transfer_seconds_count", destination="decode0") == 1
-    assert (
-        0
-        < at(samples, "jdisagg_exposed_transfer_seconds_sum", destination="decode0")
-        <= timings.handoff_gap_seconds
-    )
-    assert (
-        at(samples, "jdisagg_step_seconds_count", worker="prefill0", command="prefill_chunk") >= 2
-    )
+    sums = {
+        "time_to_first_token": timings.ttft_seconds,
+        "time_per_output_token": timings.tpot_seconds,
+        "handoff_gap": timings.handoff_gap_seconds,
+        "time_between_tokens": timings.total_seconds - timings.ttft_seconds,
+    }
+    for name, seconds in sums.items():
+        assert at(samples, f"{name}_seconds_sum") == pytest.approx(seconds, abs=1e-9), name
+    assert at(samples, "time_to_first_token_seconds_count") == 1
+    exposed = at(samples, "exposed_transfer_seconds_sum", destination="decode0")
+    assert 0 < exposed <= timings.handoff_gap_seconds
+    assert at(samples, "exposed_transfer_seconds_count", destination="decode0") == 1
+    labels = {"worker": "prefill0", "command": "prefill_chunk"}
+    assert at(samples, "step_seconds_count", **labels) >= 2
 
 
 @on_a_cluster()
@@ -122,11 +96,11 @@ async def test_what_was_not_seen_of_a_request_is_not_measured(cluster: ObservedC
     ] == [1]
     await cluster.collect(toy_request(2, n=3, max_tokens=1))
     samples = parse(await cluster.observer.metrics.scrape())
-    assert at(samples, "jdisagg_requests_finished_total", result="length") == 3
-    assert at(samples, "jdisagg_time_to_first_token_seconds_count") == 2
+    assert at(samples, "requests_finished_total", result="length") == 3
+    assert at(samples, "time_to_first_token_seconds_count") == 2
     assert (
-        at(samples, "jdisagg_time_per_output_token_seconds_count")
-        == at(samples, "jdisagg_handoff_gap_seconds_count")
+        at(samples, "time_per_output_token_seconds_count")
+        == at(samples, "handoff_gap_seconds_count")
         == 1
     )
 
@@ -143,7 +117,7 @@ async def test_pages_of_every_rank_add_up_to_all_pages_while_requests_run(
         for rank in "01":
             labels = {"worker": "decode0", "role": "decode", "rank": rank}
             states = [
-                at(samples, "jdisagg_pages", state=state, **labels)
+                at(samples, "pages", state=state, **labels)
                 for state in ("free", "reserved", "used")
             ]
             assert sum(states) == 64 and min(states) >= 0
@@ -164,17 +138,13 @@ async def test_retries_are_counted_by_what_ended_the_attempt_before(
     samples = parse(await cluster.observer.metrics.scrape())
     failed = cluster.decode.counters["pulls_failed"]
     assert failed > 0, "the fault took effect"
-    assert at(samples, "jdisagg_pull_failures_total", owner="decode0", cause="failed") == failed
+    assert at(samples, "pull_failures_total", owner="decode0", cause="failed") == failed
     attempts = (
         cluster.path.counters["attempts_failed"] + cluster.decode.counters["sources_replaced"]
     )
-    retries = {
-        dict(labels)["cause"]: value
-        for (name, labels), value in samples.items()
-        if name == "jdisagg_retries_total"
-    }
-    assert sum(retries.values()) == attempts
-    assert attempts > 0 and set(retries) <= {"HandoffError", "source_lost"}
+    assert total(samples, "retries_total") == attempts > 0
+    causes = {dict(labels)["cause"] for name, labels in samples if name == "jdisagg_retries_total"}
+    assert causes <= {"HandoffError", "source_lost"}
 
 
 @on_a_cluster(decode=toy_limits(pages_per_rank=10), growth_tokens=1)
@@ -184,7 +154,7 @@ async def test_preemptions_are_a_cause_of_their_own(cluster: ObservedCluster) ->
     samples = parse(await cluster.observer.metrics.scrape())
     preemptions = cluster.path.counters["preemptions"]
     assert preemptions > 0, "pages were too few for all"
-    assert at(samples, "jdisagg_retries_total", cause="preempted") == preemptions
+    assert at(samples, "retries_total", cause="preempted") == preemptions
 
 
 @on_a_cluster(mode=Mode.CHUNKED)
@@ -193,7 +163,7 @@ async def test_a_client_that_goes_away_is_counted_as_cancelled(cluster: Observed
     await anext(events)
     await events.aclose()
     samples = parse(await cluster.observer.metrics.scrape())
-    assert at(samples, "jdisagg_requests_finished_total", result="cancelled") == 1
+    assert at(samples, "requests_finished_total", result="cancelled") == 1
     await cluster.check_quiet()
 
 
@@ -205,8 +175,8 @@ async def test_a_worker_that_does_not_answer_is_down_and_hides_nothing_else() ->
     counters.add("leases_expired", 3)
     metrics.watch_worker("decode0", gone, counters)
     samples = parse(await metrics.scrape())
-    assert at(samples, "jdisagg_worker_up", worker="decode0") == 0
-    assert at(samples, "jdisagg_leases_expired_total", owner="decode0") == 3
+    assert at(samples, "worker_up", worker="decode0") == 0
+    assert at(samples, "leases_expired_total", owner="decode0") == 3
     metrics.unwatch("decode0")
     assert not [
         name
@@ -239,8 +209,8 @@ async def test_a_cluster_that_is_scraped_as_a_whole_counts_no_worker_twice() -> 
     for metrics in (router, worker):
         samples = parse(await metrics.scrape())
         exported.append({sample for sample in samples if ("worker", "decode-0") in sample[1]})
-    assert at(parse(await router.scrape()), "jdisagg_router_pages", **PAGES) == 3
-    assert at(parse(await worker.scrape()), "jdisagg_pages", **PAGES) == 3
+    assert at(parse(await router.scrape()), "router_pages", **PAGES) == 3
+    assert at(parse(await worker.scrape()), "pages", **PAGES) == 3
     assert all(exported) and not exported[0] & exported[1]
 
 
@@ -249,12 +219,12 @@ async def test_every_series_of_ours_bears_the_models_name_and_the_build_is_told(
     metrics.requests.ttft.observe(1.0)
     metrics.watch_waiting(lambda: 7)
     samples = parse(await metrics.scrape())
-    assert at(samples, "jdisagg_router_waiting", model_name="llama") == 7
-    assert at(samples, "jdisagg_time_to_first_token_seconds_count", model_name="llama") == 1
+    assert at(samples, "router_waiting", model_name="llama") == 7
+    assert at(samples, "time_to_first_token_seconds_count", model_name="llama") == 1
     (build,) = [dict(labels) for name, labels in samples if name == "jdisagg_build_info"]
     assert build["model_name"] == "llama" and build["version"] and build["python"]
-    assert at(samples, "process_resident_memory_bytes") > 1 << 20
-    assert at(samples, "process_cpu_seconds_total") > 0
+    for name, least in (("resident_memory_bytes", 1 << 20), ("cpu_seconds_total", 0)):
+        assert samples[(f"process_{name}", frozenset())] > least
 
 
 @on_a_cluster()
@@ -264,15 +234,8 @@ async def test_a_resumption_is_no_retry(cluster: ObservedCluster) -> None:
     resumed = replace(toy_request(1), resumption=resumption)
     assert [event async for event in cluster.observed.stream(resumed)]
     samples = parse(await cluster.observer.metrics.scrape())
-    assert at(samples, "jdisagg_resumptions_total") == 1
+    assert at(samples, "resumptions_total") == 1
     assert not [labels for name, labels in samples if name == "jdisagg_retries_total"]
-
-
-async def test_two_processes_metrics_do_not_mix() -> None:
-    one, other = Metrics("one"), Metrics("other")
-    one.requests.ttft.observe(1.0)
-    other.requests.ttft.observe(2.0)
-    assert at(parse(await other.scrape()), "jdisagg_time_to_first_token_seconds_sum") == 2.0
 
 
 async def test_a_counter_split_by_labels_keeps_its_sum() -> None:
@@ -288,8 +251,8 @@ async def test_a_counter_split_by_labels_keeps_its_sum() -> None:
     )
     metrics.watch_counters("path", counters)
     samples = parse(await metrics.scrape())
-    assert at(samples, "jdisagg_retries_done_total", owner="path", cause="checksum") == 2
-    assert at(samples, "jdisagg_retries_done_total", owner="path", cause="") == 1
+    assert at(samples, "retries_done_total", owner="path", cause="checksum") == 2
+    assert at(samples, "retries_done_total", owner="path", cause="") == 1
 
 
 async def test_predictions_are_held_against_what_came() -> None:
@@ -297,12 +260,12 @@ async def test_predictions_are_held_against_what_came() -> None:
     for predicted, actual in ((1.0, 1.0), (1.0, 1.5), (0.5, 2.0), (0.0, 0.1)):
         metrics.measured("ttft", predicted, actual)
     samples = parse(await metrics.scrape())
-    assert at(samples, "jdisagg_actual_over_predicted_ratio_sum", what="ttft") == 1.0 + 1.5 + 4.0
-    assert at(samples, "jdisagg_actual_over_predicted_ratio_count", what="ttft") == 3, (
+    assert at(samples, "actual_over_predicted_ratio_sum", what="ttft") == 1.0 + 1.5 + 4.0
+    assert at(samples, "actual_over_predicted_ratio_count", what="ttft") == 3, (
         "what took no time has no ratio"
     )
-    assert at(samples, "jdisagg_prediction_error_seconds_count", what="ttft") == 4
-    assert abs(at(samples, "jdisagg_prediction_error_seconds_sum", what="ttft") - 2.1) < 1e-9
+    assert at(samples, "prediction_error_seconds_count", what="ttft") == 4
+    assert abs(at(samples, "prediction_error_seconds_sum", what="ttft") - 2.1) < 1e-9
 
 
 def test_reserved_pages_are_told_apart_where_the_worker_says_so() -> None:

@@ -22,8 +22,7 @@ from jdisagg.service.server import GenerationServer
 from jdisagg.telemetry import Counters
 from tests.fakes.cluster import Cluster
 from tests.fakes.virtual_time import VirtualClock, run_virtually
-from tests.observe.test_metrics import at, parse
-from tests.observe.test_metrics_port import get
+from tests.observe.samples import at, get, parse
 from tests.service.doors import FakePath, make_frontend
 from tools.reference import ROOT, counter_rows
 
@@ -33,7 +32,7 @@ async def test_metrics_are_there_from_start_to_end() -> None:
     async with observing("decode-0", ObserveConfig(metrics_port=port)) as observer:
         assert observer is not None
         samples = parse(await asyncio.to_thread(get, port))
-        assert at(samples, "jdisagg_process_info", process="decode-0") == 1
+        assert at(samples, "process_info", process="decode-0") == 1
     with pytest.raises(OSError):
         await asyncio.to_thread(get, port)
 
@@ -57,11 +56,11 @@ async def test_readiness_and_the_age_of_canaries_are_exported() -> None:
     now, canary, observer = 100.0, Canary(10.0), Observer("router")
     canary.know([Pair("p0", "d0"), Pair("p1", "d0")])
     observer.metrics.watch_canary(canary, lambda: now)
-    assert at(parse(await observer.metrics.scrape()), "jdisagg_ready") == 0
+    assert at(parse(await observer.metrics.scrape()), "ready") == 0
     canary.succeeded(Pair("p0", "d0"), 95.0)
     samples = parse(await observer.metrics.scrape())
-    assert at(samples, "jdisagg_ready") == 1
-    assert at(samples, "jdisagg_canary_age_seconds", prefill="p0", decode="d0") == 5
+    assert at(samples, "ready") == 1
+    assert at(samples, "canary_age_seconds", prefill="p0", decode="d0") == 5
     assert (
         "jdisagg_canary_age_seconds",
         frozenset({("prefill", "p1"), ("decode", "d0")}),
@@ -84,31 +83,16 @@ def test_a_router_exports_the_workers_that_are_there_and_observes_ports_as_they_
                 for name, role in workers.items()
             }
             prefill, decode = opened(cards["prefill0"]).prefill, opened(cards["decode0"]).decode
-            assert (
-                prefill is not None
-                and decode is not None
-                and opened(cards["decode0"]).prefill is None
-            )
-            assert (await prefill.status()).name == "prefill0" and (
-                await decode.status()
-            ).name == "decode0"
+            assert prefill is not None and decode is not None
+            assert opened(cards["decode0"]).prefill is None
+            statuses = [await port.status() for port in (prefill, decode)]
+            assert [status.name for status in statuses] == ["prefill0", "decode0"]
             observer.metrics.watch_cluster(cluster.path.status)
             samples = parse(await observer.metrics.scrape())
             for name, role in workers.items():
-                assert (
-                    at(
-                        samples,
-                        "jdisagg_router_pages",
-                        worker=name,
-                        role=role.value,
-                        rank="0",
-                        state="free",
-                    )
-                    == 64
-                )
-                assert (
-                    at(samples, "jdisagg_router_worker_waiting", worker=name, role=role.value) == 0
-                )
+                labels = {"worker": name, "role": role.value}
+                assert at(samples, "router_pages", rank="0", state="free", **labels) == 64
+                assert at(samples, "router_worker_waiting", **labels) == 0
 
     run_virtually(main)
 
@@ -151,12 +135,12 @@ def test_every_counter_has_a_meaning_and_exists_from_the_start() -> None:
         metrics.watch_counters("path", counters)
         metrics.watch_worker("decode-0", status, Counters())
         samples = parse(await metrics.scrape())
-        assert at(samples, "jdisagg_placements_total", owner="path") == 0
-        assert at(samples, "jdisagg_handoffs_total", owner="decode-0", result="failed") == 0
-        assert at(samples, "jdisagg_pull_failures_total", owner="decode-0", cause="timed_out") == 0
+        assert at(samples, "placements_total", owner="path") == 0
+        assert at(samples, "handoffs_total", owner="decode-0", result="failed") == 0
+        assert at(samples, "pull_failures_total", owner="decode-0", cause="timed_out") == 0
         counters.add("placements", reason="load")
         samples = parse(await metrics.scrape())
-        assert at(samples, "jdisagg_placements_total", owner="path", reason="load") == 1
+        assert at(samples, "placements_total", owner="path", reason="load") == 1
         assert b"HELP jdisagg_leases_expired_total Reservations of KV" in await metrics.scrape()
 
     asyncio.run(main())
@@ -169,14 +153,14 @@ async def test_a_server_that_takes_requests_exports_that_it_is_ready() -> None:
         make_frontend(FakePath()), ServiceConfig(port=0, http_port=0), log=log
     )
     observer.metrics.watch_ready(lambda: server.ready)
-    assert at(parse(await observer.metrics.scrape()), "jdisagg_ready") == 0
+    assert at(parse(await observer.metrics.scrape()), "ready") == 0
     await server.start()
     try:
         samples = parse(await observer.metrics.scrape())
-        assert at(samples, "jdisagg_ready") == 1
+        assert at(samples, "ready") == 1
         for name in ("generated_tokens_total", "time_to_first_token_seconds_count"):
-            assert at(samples, f"jdisagg_{name}") == 0
-        assert at(samples, "jdisagg_requests_finished_total", result="stop") == 0
+            assert at(samples, f"{name}") == 0
+        assert at(samples, "requests_finished_total", result="stop") == 0
     finally:
         server.force()
         await server.drain()

@@ -18,7 +18,7 @@ def drawn(seed: int) -> tuple[np.ndarray, np.ndarray, Factors]:
     return y, x, Factors(jax.numpy.asarray(a), jax.numpy.asarray(b))
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(2))
 def test_tokens_get_their_own_adapter_and_others_keep_every_bit(seed: int) -> None:
     y, x, factors = drawn(seed)
     slots = np.random.default_rng(seed).integers(0, SLOTS + 1, TOKENS).astype(np.int32)
@@ -33,7 +33,7 @@ def test_tokens_get_their_own_adapter_and_others_keep_every_bit(seed: int) -> No
             np.testing.assert_allclose(got[row], wanted, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("slot", range(SLOTS + 1))
+@pytest.mark.parametrize("slot", [0, SLOTS])
 def test_one_adapter_of_all_tokens_is_added_and_slot_0_keeps_every_bit(slot: int) -> None:
     y, x, factors = drawn(slot)
     got = np.asarray(jax.jit(add_one, static_argnums=4)(y, x, factors, slot, "cpu"))

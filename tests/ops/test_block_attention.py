@@ -1,6 +1,8 @@
 """Attention to the blocks of positions that an indexer selects, over pages and over chunks, against
 scores, a sorted selection and a softmax from NumPy."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,16 +12,22 @@ from jdisagg.model_api import Index
 from jdisagg.ops import prefill_attention as ops_prefill
 from jdisagg.ops import sparse_attention
 from jdisagg.ops.dense_attention import dense_causal_attend
-from jdisagg.ops.kv_pages import PastPages
-from jdisagg.ops.paged_attention import paged_attention
-from jdisagg.ops.prefill_attention import prefill_attention
 from jdisagg.ops.quarantine import MARKER, SHOWS, seal
 from tests.lanes import first_quick
+from tests.ops.one_sequence import (
+    SCALE,
+    SLOTS,
+    TOKENS,
+    attended,
+    decoded,
+    drawn,
+    in_a_chunk,
+    packed,
+)
 
 pytestmark = pytest.mark.one_device
 
-TOKENS, HEADS, KV_HEADS, WIDTH, DIM, SLOTS, TOP, SCALE = 37, 4, 2, 6, 4, 8, 3, 0.4
-TABLE = np.array([[4, 2, 6, 1, 3]], np.int32)
+HEADS, KV_HEADS, WIDTH, DIM, TOP = 4, 2, 6, 4, 3
 BLOCKS = [8, 4, 6, 16]  # a page, half a page, no multiple of a page, two pages
 
 
@@ -28,10 +36,10 @@ def made(
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, Index]:
     """Returns queries [T, N, H], keys and values [T, K, H], and the indexer's inputs."""
     random = np.random.default_rng(seed)
-    draw = lambda *shape: random.standard_normal(shape).astype(np.float32)  # noqa: E731
-    kv = draw(2, TOKENS, KV_HEADS, WIDTH)
-    index = Index(draw(TOKENS, KV_HEADS, DIM), draw(TOKENS, 1, DIM), None, TOP, block, local)  # type: ignore[arg-type]
-    return draw(TOKENS, HEADS, WIDTH), kv[0], kv[1], index
+    k_TKH, v_TKH = drawn(random, 2, TOKENS, KV_HEADS, WIDTH)
+    of_index = drawn(random, TOKENS, KV_HEADS, DIM), drawn(random, TOKENS, 1, DIM), None
+    index = Index(*of_index, TOP, block, local)  # type: ignore[arg-type]
+    return drawn(random, TOKENS, HEADS, WIDTH), k_TKH, v_TKH, index
 
 
 def seen_by_sorting(index: Index, top: int, first: int = 0) -> np.ndarray:
@@ -54,24 +62,9 @@ def seen_by_sorting(index: Index, top: int, first: int = 0) -> np.ndarray:
 
 
 def in_words(q_TNH, k_TKH, v_TKH, seen_KTS: np.ndarray) -> np.ndarray:
-    """Head by head and token by token, in float64: [T, N, H]."""
-    out = np.zeros(q_TNH.shape)
-    for head in range(HEADS):
-        of_kv = head // (HEADS // KV_HEADS)
-        for token in range(TOKENS):
-            if not (seen := seen_KTS[of_kv, token]).any():
-                continue
-            scores = k_TKH[seen, of_kv].astype(np.float64) @ q_TNH[token, head] * SCALE
-            weights = np.exp(scores - scores.max())
-            out[token, head] = weights / weights.sum() @ v_TKH[seen, of_kv]
-    return out
-
-
-def in_pages(of_TKH: np.ndarray) -> jax.Array:
-    pages = np.zeros((8, of_TKH.shape[1], SLOTS, of_TKH.shape[2]), np.float32)
-    for token in range(TOKENS):
-        pages[TABLE[0, token // SLOTS], :, token % SLOTS] = of_TKH[token]
-    return jnp.asarray(pages)
+    shared = HEADS // KV_HEADS
+    k_TNH, v_TNH = (np.repeat(part, shared, axis=1) for part in (k_TKH, v_TKH))
+    return attended(q_TNH, k_TNH, v_TNH, np.repeat(seen_KTS, shared, axis=0))
 
 
 def small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -80,8 +73,10 @@ def small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "PAST_POSITIONS", 2 * SLOTS)
 
 
-@pytest.mark.parametrize(("platform",), first_quick([("cpu",), ("gpu",)]))
-@pytest.mark.parametrize(("block",), first_quick((block,) for block in BLOCKS))
+@pytest.mark.parametrize(
+    ("block", "platform"),
+    first_quick(((block, form) for form in ("cpu", "gpu") for block in BLOCKS), ci=4),
+)
 def test_a_decode_step_attends_to_the_selected_blocks(
     block: int, platform: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -91,59 +86,25 @@ def test_a_decode_step_attends_to_the_selected_blocks(
     q_TNH, k_TKH, v_TKH, index = made(block)
     index = index._replace(top=top)
     want_TNH = in_words(q_TNH, k_TKH, v_TKH, seen_by_sorting(index, top))
-    runs = np.array([[0, 1], [15, 16], [35, 36]], np.int32)  # two tokens of each of three rows
-    rows = runs.reshape(-1)
-    got_TNH = paged_attention(
-        jnp.asarray(q_TNH[rows]),
-        in_pages(k_TKH),
-        in_pages(v_TKH),
-        jnp.asarray(np.repeat(TABLE, 3, axis=0)),
-        jnp.asarray(runs),
-        scale=SCALE,
-        index=index.of_queries(lambda of_T: of_T[rows]),
-        index_pages_PKSH=in_pages(index.keys_T1D),  # type: ignore[arg-type]
-        platform=platform,
-    )
-    np.testing.assert_allclose(got_TNH, want_TNH[rows], atol=2e-5)
+    runs = np.array([[0, 1], [15, 16], [35, 36]])  # two tokens of each of three rows
+    got_TNH = decoded(q_TNH, k_TKH, v_TKH, runs, index, platform=platform)
+    np.testing.assert_allclose(got_TNH, want_TNH[runs.reshape(-1)], atol=2e-5)
 
 
-@pytest.mark.parametrize(("platform",), first_quick([("cpu",), ("gpu",)]))
 @pytest.mark.parametrize(
-    ("block", "past"), first_quick([(6, 21), (8, 0), (8, 5), (4, 16), (6, 16)])
+    ("block", "past", "platform"),
+    first_quick(
+        [(6, 21, "cpu"), (8, 5, "gpu"), (8, 0, "cpu"), (4, 16, "gpu"), (6, 16, "cpu")], ci=2
+    ),
 )
 def test_a_chunk_attends_to_the_selected_blocks_of_its_own_and_earlier_tokens(
     block: int, past: int, platform: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     small_steps(monkeypatch)
     q_TNH, k_TKH, v_TKH, index = made(block, local=2, seed=past)
-    chunk, count = 48, TOKENS - past
-    pad = lambda x: np.concatenate((x[past:], np.zeros((chunk - count, *x.shape[1:]), x.dtype)))  # noqa: E731
-    cached = PastPages(
-        in_pages(k_TKH),
-        in_pages(v_TKH),
-        jnp.asarray(TABLE),
-        jnp.full((1,), past, jnp.int32),
-        jnp.int32(past > 0),
-        in_pages(index.keys_T1D),  # type: ignore[arg-type]
-    )
-    got_TNH = jax.jit(
-        lambda q, k, v, queries, keys: prefill_attention(
-            q,
-            k,
-            v,
-            jnp.asarray(np.where(np.arange(chunk) < count, 0, -1).astype(np.int32)),
-            jnp.arange(chunk, dtype=jnp.int32) + past,
-            cached if past else None,
-            scale=SCALE,
-            index=index._replace(queries_THD=queries, keys_T1D=keys),
-            platform=platform,
-            packed=False,
-            rows=1,
-            query_block=16,
-        )
-    )(*map(pad, (q_TNH, k_TKH, v_TKH, *index[:2])))
+    got_TNH = in_a_chunk(q_TNH, k_TKH, v_TKH, past, index, platform=platform)
     want_TNH = in_words(q_TNH, k_TKH, v_TKH, seen_by_sorting(index, TOP))[past:]
-    np.testing.assert_allclose(got_TNH[:count], want_TNH, atol=2e-5)
+    np.testing.assert_allclose(got_TNH[: TOKENS - past], want_TNH, atol=2e-5)
 
 
 def test_blocks_begin_with_the_sequence_and_not_with_the_chunk() -> None:
@@ -153,27 +114,17 @@ def test_blocks_begin_with_the_sequence_and_not_with_the_chunk() -> None:
     seen = seen_by_sorting(index, TOP)
     seen[:, cut:] = seen_by_sorting(index, TOP, cut)[:, cut:]
     token = np.arange(TOKENS)
-    got_TNH = prefill_attention(
-        jnp.asarray(q_TNH),
-        jnp.asarray(k_TKH),
-        jnp.asarray(v_TKH),
-        jnp.asarray(np.where(token < cut, 0, 1).astype(np.int32)),
-        jnp.asarray(np.where(token < cut, token, token - cut).astype(np.int32)),
-        scale=SCALE,
-        index=index.of_queries(jnp.asarray)._replace(keys_T1D=jnp.asarray(index.keys_T1D)),
-    )
+    positions = np.where(token < cut, token, token - cut)
+    got_TNH = packed(q_TNH, k_TKH, v_TKH, cut, positions, index)
     np.testing.assert_allclose(got_TNH, in_words(q_TNH, k_TKH, v_TKH, seen), atol=2e-5)
 
 
 def test_up_to_the_selected_number_of_blocks_attention_is_dense() -> None:
     q_TNH, k_TKH, v_TKH, index = made(8)
     every, some = index._replace(top=5), index._replace(top=4)
+    attend = partial(dense_causal_attend, scale=SCALE, window=None)
     dense, all_of_them, fewer = (
-        np.asarray(
-            dense_causal_attend(
-                *map(jnp.asarray, (q_TNH, k_TKH, v_TKH)), scale=SCALE, window=None, index=given
-            )
-        )
+        np.asarray(jax.jit(partial(attend, index=given))(q_TNH, k_TKH, v_TKH))
         for given in (None, every, some)
     )
     np.testing.assert_array_equal(all_of_them, dense)
@@ -190,17 +141,8 @@ def test_a_broken_token_is_seen_by_all_that_come_after_it() -> None:
     parts = seal(jnp.asarray(k_TKH), jnp.asarray(v_TKH), given)
     sealed_k, sealed_v, keys = (np.asarray(part) for part in parts)
     assert (keys[3] == np.float32(MARKER)).all() and (sealed_v[3] == np.float32(MARKER)).all()
-    positions = np.array([2, 3, 30, 36], np.int32)
-    got_TNH = paged_attention(
-        jnp.asarray(q_TNH[positions]),
-        in_pages(sealed_k),
-        in_pages(sealed_v),
-        jnp.asarray(np.repeat(TABLE, 4, axis=0)),
-        jnp.asarray(positions),
-        scale=SCALE,
-        index=index.of_queries(lambda of_T: of_T[positions]),
-        index_pages_PKSH=in_pages(keys),
-    )
+    sealed = index._replace(keys_T1D=keys)  # type: ignore[arg-type]
+    got_TNH = decoded(q_TNH, sealed_k, sealed_v, np.array([2, 3, 30, 36]), sealed)
     largest = np.abs(np.asarray(got_TNH)).max(axis=(1, 2))
     assert largest[0] < 100
     assert (largest[1:] > SHOWS).all()

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from jdisagg.ops import kv_pages
+from tests.lanes import first_quick
 
 pytestmark = pytest.mark.one_device
 
@@ -34,8 +35,10 @@ def _rows(tokens: int) -> np.ndarray:
     return np.random.default_rng(1).standard_normal((tokens, HEADS, WIDTH)).astype(np.float32)
 
 
-@pytest.mark.parametrize("start", [0, 3, 8, 15])
-@pytest.mark.parametrize("tokens", [1, 5, 8, 24])
+@pytest.mark.parametrize(
+    ("start", "tokens"),
+    first_quick([(3, 24), (15, 1), (8, 8), (0, 5), (0, 24), (3, 5), (15, 8)], quick=4, ci=3),
+)
 def test_a_block_lands_at_its_coordinates_from_any_start_and_touches_nothing_else(
     start: int, tokens: int
 ) -> None:
@@ -99,7 +102,9 @@ def test_gathered_tokens_come_heads_first() -> None:
 
 
 @pytest.mark.parametrize("most_slices", [0, 32])
-@pytest.mark.parametrize(("start", "tokens"), [(0, 16), (3, 5), (7, 16), (8, 1), (5, 30)])
+@pytest.mark.parametrize(
+    ("start", "tokens"), first_quick([(7, 16), (5, 30), (0, 16), (3, 5), (8, 1)], quick=2, ci=3)
+)
 def test_whole_pages_give_a_block_the_tokens_of_its_valid_positions(
     monkeypatch: pytest.MonkeyPatch, start: int, tokens: int, most_slices: int
 ) -> None:
@@ -126,7 +131,7 @@ def test_gathered_columns_are_contiguous_positions(gather: Callable[..., jax.Arr
         )
 
 
-@pytest.mark.parametrize("length", [2, 4, 8, 16, 24])
+@pytest.mark.parametrize(("length",), first_quick([(4,), (24,), (8,), (2,), (16,)], quick=3, ci=2))
 def test_a_gathered_span_is_these_positions_of_every_sequence(length: int) -> None:
     pool, table = _pool(), np.array([[5, 1, 2, 6, 0, 3], [0, 3, 4, 1, 1, 5]], np.int32)
     gather = jax.jit(

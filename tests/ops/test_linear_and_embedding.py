@@ -12,11 +12,12 @@ from jax.sharding import Mesh, PartitionSpec
 from jdisagg.ops.embedding import embed_tokens, gather_logits
 from jdisagg.ops.linear import kernel_is_transposed, project
 from jdisagg.ops.norm import rms_norm
+from tests.lanes import first_quick
 
 LAYERS, WIDTH = 8, 256
 
 
-@pytest.mark.parametrize("rows", [1, 2, 32])
+@pytest.mark.parametrize(("rows",), first_quick([(2,), (1,), (32,)], ci=2))
 def test_no_copy_of_the_weights_is_made(rows: int) -> None:
     """XLA:CPU before JAX 0.12 makes float32 copies of all of them when asked for bfloat16."""
 
@@ -42,9 +43,17 @@ def test_the_product_is_the_exact_one_rounded_once(rows: int) -> None:
     assert np.all(np.abs(got - exact) <= np.abs(exact) * 2**-8 + 1e-3)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("rows", [1, 2, 5])
-@pytest.mark.parametrize("platform", ["cpu", "gpu"])
+@pytest.mark.parametrize(
+    ("platform", "dtype", "rows"),
+    first_quick(
+        [
+            *(("cpu", "bfloat16", 2), ("gpu", "bfloat16", 5), ("cpu", "float32", 5)),
+            *(("cpu", "bfloat16", 1), ("gpu", "float32", 1), ("cpu", "bfloat16", 5)),
+        ],
+        quick=3,
+        ci=3,
+    ),
+)
 def test_a_product_is_the_same_in_either_orientation_and_for_any_number_of_rows(
     dtype: str, rows: int, platform: str
 ) -> None:

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from jdisagg.ops.paged_attention import Implementation, paged_attention
+from tests.lanes import first_quick
 from tests.ops.attention_oracle import case, expected, several
 
 pytestmark = pytest.mark.one_device
@@ -16,8 +17,10 @@ IMPLEMENTATIONS: tuple[Implementation, ...] = ("loop", "pages", "gather")
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-@pytest.mark.parametrize("window", [None, 1, 37, 1000])
-@pytest.mark.parametrize(("slots", "columns"), [(8, 33), (16, 9), (128, 3)])
+@pytest.mark.parametrize(
+    ("slots", "columns", "window"),
+    first_quick([(8, 33, 37), (128, 3, None), (16, 9, 1), (8, 33, 1000), (16, 9, None)], ci=2),
+)
 def test_every_token_sees_exactly_its_own_past(
     implementation: Implementation, window: int | None, slots: int, columns: int
 ) -> None:
@@ -34,8 +37,7 @@ def test_every_token_sees_exactly_its_own_past(
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-@pytest.mark.parametrize("window", [None, 37])
-@pytest.mark.parametrize("cap", [0.0, 0.7])
+@pytest.mark.parametrize(("window", "cap"), first_quick([(37, 0.7), (None, 0.0)]))
 def test_sinks_take_their_part_and_capped_scores_are_capped(
     implementation: Implementation, window: int | None, cap: float
 ) -> None:
@@ -51,7 +53,7 @@ def test_sinks_take_their_part_and_capped_scores_are_capped(
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-@pytest.mark.parametrize("window", [None, 37])
+@pytest.mark.parametrize(("window",), first_quick([(37,), (None,)]))
 def test_several_tokens_of_a_sequence_see_each_their_own_past(
     implementation: Implementation, window: int | None
 ) -> None:
@@ -66,7 +68,7 @@ def test_several_tokens_of_a_sequence_see_each_their_own_past(
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-@pytest.mark.parametrize(("heads", "groups"), [(1, 1), (4, 1), (1, 7)])
+@pytest.mark.parametrize(("heads", "groups"), first_quick([(1, 7), (4, 1), (1, 1)]))
 def test_bfloat16_stays_within_its_rounding(
     implementation: Implementation, heads: int, groups: int
 ) -> None:

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from jdisagg.ops import paged_attention_pallas
+from tests.lanes import first_quick
 from tests.ops.attention_oracle import case, expected, several
 
 pytestmark = pytest.mark.one_device
@@ -40,16 +41,21 @@ def run(
 
 
 @pytest.mark.parametrize(
-    ("heads", "groups", "slots", "columns", "window", "splits"),
-    [
-        # as many splits as steps: some get nothing from short sequences
-        (2, 4, 16, 20, None, None),
-        # no sharing of heads; a table that no block divides; a window inside a page
-        (2, 1, 8, 33, 100, 3),
-        (1, 20, 128, 3, None, 1),  # more query heads than one tensor-core block has rows
-    ],
+    ("heads", "groups", "slots", "columns", "window", "splits", "dtype"),
+    first_quick(
+        [
+            # no sharing of heads; a table that no block divides; a window inside a page
+            (2, 1, 8, 33, 100, 3, "float32"),
+            # as many splits as steps: some get nothing from short sequences
+            (2, 4, 16, 20, None, None, "bfloat16"),
+            # more query heads than one tensor-core block has rows
+            (1, 20, 128, 3, None, 1, "float32"),
+            (1, 20, 128, 3, None, 1, "bfloat16"),
+        ],
+        quick=2,
+        ci=2,
+    ),
 )
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_kernel_agrees_with_dense_attention(
     heads: int,
     groups: int,
@@ -74,7 +80,7 @@ def test_the_kernel_agrees_with_dense_attention(
     )
 
 
-@pytest.mark.parametrize("width", [256, 512])
+@pytest.mark.parametrize(("width",), first_quick([(256,), (512,)]))
 def test_wide_heads_are_walked_in_shorter_steps(width: int) -> None:
     q, k, v, table = case(batch=3, heads=1, groups=4, slots=32, columns=4, width=width)
     positions = np.array([0, 127, 70], np.int32)
@@ -82,7 +88,7 @@ def test_wide_heads_are_walked_in_shorter_steps(width: int) -> None:
     np.testing.assert_allclose(got, expected(q, k, v, table, positions, 100), atol=1e-4)
 
 
-@pytest.mark.parametrize(("window", "cap"), [(None, 0.0), (None, 0.7), (50, 0.0)])
+@pytest.mark.parametrize(("window", "cap"), first_quick([(50, 0.7), (None, 0.0)]))
 def test_sinks_and_capped_scores_are_of_the_kernel_too(window: int | None, cap: float) -> None:
     arrays = case(batch=3, heads=2, groups=2, slots=16, columns=10, width=16)
     positions, sinks_N = np.array([0, 159, 70], np.int32), np.array([-2, 1, 60, 3], np.float32)
@@ -91,7 +97,7 @@ def test_sinks_and_capped_scores_are_of_the_kernel_too(window: int | None, cap: 
     np.testing.assert_allclose(got, want, atol=1e-5)
 
 
-@pytest.mark.parametrize("window", [None, 50])
+@pytest.mark.parametrize(("window",), first_quick([(50,), (None,)]))
 def test_several_tokens_of_a_sequence_see_each_their_own_past(window: int | None) -> None:
     q, k, v, table = case(batch=3, heads=2, groups=3, slots=16, columns=10, width=16)
     q = several(q, 4)

@@ -37,8 +37,7 @@ def latent() -> Latent:
 
 
 @pytest.mark.parametrize("platform", PLATFORMS)
-@pytest.mark.parametrize("heads", HEADS, ids=str)
-@pytest.mark.parametrize("window", [None, 128])
+@pytest.mark.parametrize(("heads", "window"), zip(HEADS, (None, 128, None), strict=True), ids=str)
 def test_decode_attention(platform: str, heads: tuple[int, int, int], window: int | None) -> None:
     queries, kv, width = heads
     how = {"scale": 0.1, "window": window, "platform": platform}
@@ -67,8 +66,7 @@ def test_decode_attention_over_latents(platform: str) -> None:
     ("platform", "kind"),
     [("cpu", "heads"), ("tpu", "heads"), *((platform, "latents") for platform in PLATFORMS)],
 )
-@pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize("past", [False, True])
+@pytest.mark.parametrize(("packed", "past"), [(True, True), (False, False), (False, True)])
 def test_prefill_attention(platform: str, packed: bool, past: bool, kind: str) -> None:
     tokens = 2048
     kv, width = (1, 576) if kind == "latents" else (8, 128)
@@ -107,8 +105,7 @@ def test_prefill_attention(platform: str, packed: bool, past: bool, kind: str) -
 
 
 @pytest.mark.parametrize("platform", PLATFORMS)
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-@pytest.mark.parametrize("tokens", [8, 2048])
+@pytest.mark.parametrize(("dtype", "tokens"), [("bfloat16", 8), ("bfloat16", 2048), ("float32", 8)])
 def test_experts_and_products(platform: str, dtype: str, tokens: int) -> None:
     held, width, ffn = 16, 2880, 2880
     inward, outward = of(held, width, ffn, dtype=dtype), of(held, ffn, width, dtype=dtype)

@@ -13,10 +13,10 @@ from jdisagg.ops import prefill_attention_tpu as kernel
 from jdisagg.ops.kv_pages import PastPages, as_kept
 from jdisagg.ops.prefill_attention import first_key, prefill_attention
 from jdisagg.ops.quarantine import MARKER
-from tests.ops.test_prefill_attention import Chunk
+from tests.lanes import first_ci, first_quick
+from tests.ops.prefill_chunks import SINKS_N, Chunk
 
 pytestmark = pytest.mark.one_device
-SINKS_N = np.array([-3, 0, 1.5, 4, 60, -90], np.float32)  # the fifth leaves next to nothing
 
 
 def run(chunk: Chunk, dtype: str = "float32", *, past: bool, **how: Any) -> np.ndarray:
@@ -49,11 +49,16 @@ def earlier(chunk: Chunk, dtype: str) -> PastPages:
     )
 
 
-@pytest.mark.parametrize("past", [False, pytest.param(True, marks=pytest.mark.ci)])
 @pytest.mark.parametrize(
-    "how",
-    [{}, {"window": 30, "cap": 0.7, "sinks_N": SINKS_N}],
-    ids=["plain", "window, cap and sinks"],
+    ("past", "how"),
+    first_quick(
+        [
+            (False, {"window": 30, "cap": 0.7, "sinks_N": SINKS_N}),
+            (True, {"window": 30, "cap": 0.7, "sinks_N": SINKS_N}),
+            (True, {}),
+        ],
+        ci=2,
+    ),
 )
 def test_packed_sequences_see_their_own_tokens_and_pages(past: bool, how: dict[str, Any]) -> None:
     rows = [(200, 30), (9, 50), (1, 1), (0, 25)] if past else [(0, 1), (0, 40), (0, 60)]
@@ -64,8 +69,9 @@ def test_packed_sequences_see_their_own_tokens_and_pages(past: bool, how: dict[s
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize("window", [1, 7, 600])
-@pytest.mark.parametrize("past", [False, True])
+@pytest.mark.parametrize(
+    ("past", "window"), first_ci([(True, 7), (False, 600), (True, 600), (False, 1)], ci=2)
+)
 def test_chunks_of_several_blocks_leave_out_keys_outside_the_window(
     past: bool, window: int
 ) -> None:
@@ -80,7 +86,7 @@ def test_chunks_of_several_blocks_leave_out_keys_outside_the_window(
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize("width", [64, 128])
+@pytest.mark.parametrize(("width",), first_ci([(64,), (128,)]))
 def test_bfloat16_differs_from_the_xla_form_by_its_rounding(width: int) -> None:
     chunk = Chunk([(40, 60), (0, 70)], width=width, slots=32)
     attend = functools.partial(prefill_attention, scale=chunk.scale, platform="tpu")

@@ -18,6 +18,7 @@ from jdisagg.model_api import Runs
 from jdisagg.ops.gated_delta import DeltaInputs, delta_runs, delta_step, unit_length
 from jdisagg.ops.short_convolution import convolve_runs, convolve_step
 from jdisagg.ops.state_space import StateSpaceInputs, state_space_runs, state_space_step
+from tests.lanes import first_quick
 
 ROWS, TOKENS, GRAIN = 4, 160, 16
 COUNTS = st.lists(st.integers(0, 40), min_size=ROWS, max_size=ROWS).filter(
@@ -112,7 +113,7 @@ ALL = pytest.mark.parametrize(
     [DELTA, CHANNELS_DELTA, STATE_SPACE],
     ids=["gated delta", "gate per channel", "state space"],
 )
-PLATFORMS = pytest.mark.parametrize("platform", ["cpu", "gpu"])
+PLATFORMS = pytest.mark.parametrize(("platform",), first_quick([("cpu",), ("gpu",)]))
 
 
 @partial(jax.jit, static_argnums=(0, 4, 5))
@@ -128,7 +129,8 @@ def packed(
 
 
 def part_of(inputs: Any, first: int, last: int) -> Any:
-    return type(inputs)(*(each[first:last] for each in inputs))
+    """In NumPy: JAX would compile a program for each part."""
+    return type(inputs)(*(np.asarray(each)[first:last] for each in inputs))
 
 
 @ALL
@@ -139,9 +141,10 @@ def test_packed_rows_go_on_from_their_states_as_the_recurrence_does(recurrence: 
         rng = np.random.default_rng(seed)
         inputs, runs = recurrence.inputs(rng, TOKENS), layout(counts, GRAIN, TOKENS)
         state = rng.normal(size=(ROWS, *ZERO)).astype(np.float32)
-        out, new = packed(recurrence.runs, inputs, jnp.asarray(state), runs[:4], platform)
+        found = packed(recurrence.runs, inputs, jnp.asarray(state), runs[:4], platform)
+        out, new = map(np.asarray, found)
         for row, count in enumerate(counts):
-            first = int(runs.first_R[row])
+            first = int(np.asarray(runs.first_R)[row])
             wanted, after = recurrence.by_hand(part_of(inputs, first, first + count), state[row])
             recurrence.assert_near(out[first : first + count], wanted)
             recurrence.assert_near(new[row], after)
@@ -150,8 +153,7 @@ def test_packed_rows_go_on_from_their_states_as_the_recurrence_does(recurrence: 
 
 
 @ALL
-@PLATFORMS
-@pytest.mark.parametrize("grain", [16, 64])
+@pytest.mark.parametrize(("platform", "grain"), first_quick([("cpu", 16), ("gpu", 64)]))
 def test_a_sequence_in_pieces_and_by_steps_ends_as_in_one(
     recurrence: Recurrence, grain: int, platform: str
 ) -> None:
@@ -161,10 +163,9 @@ def test_a_sequence_in_pieces_and_by_steps_ends_as_in_one(
     state, at = jnp.zeros((1, *ZERO)), 0
     for count in (64, 37):
         rows = layout([count], grain, 64)[:4]
-        out, state = packed(
-            recurrence.runs, part_of(inputs, at, at + 64), state, rows, platform, grain
-        )
-        recurrence.assert_near(out[:count], wanted[at : at + count])
+        part = part_of(inputs, at, at + 64)
+        out, state = packed(recurrence.runs, part, state, rows, platform, grain)
+        recurrence.assert_near(np.asarray(out)[:count], wanted[at : at + count])
         at += count
     one_step = jax.jit(recurrence.step)
     for step in range(at, tokens):
@@ -174,8 +175,9 @@ def test_a_sequence_in_pieces_and_by_steps_ends_as_in_one(
 
 
 @ALL
-@PLATFORMS
-@pytest.mark.parametrize("counts", [[20, 0, 48, 40], [100]])
+@pytest.mark.parametrize(
+    ("platform", "counts"), first_quick([("cpu", [20, 0, 48, 40]), ("gpu", [100])])
+)
 def test_states_inside_rows_are_those_of_rows_that_end_there(
     recurrence: Recurrence, counts: list[int], platform: str
 ) -> None:
@@ -187,10 +189,11 @@ def test_states_inside_rows_are_those_of_rows_that_end_there(
     out, both = jax.jit(
         lambda stop_R: recurrence.runs(inputs, state, runs._replace(stop_R=stop_R), platform)
     )(jnp.asarray(stops, jnp.int32))
+    both = np.asarray(both)
     np.testing.assert_allclose(out, plain, atol=1e-5)
     np.testing.assert_allclose(both[: len(counts)], ends, atol=1e-5)
     for row, stop in enumerate(stops):
-        first = int(runs.first_R[row])
+        first = int(np.asarray(runs.first_R)[row])
         _, after = recurrence.by_hand(part_of(inputs, first, first + stop), state[row])
         if stop:
             recurrence.assert_near(both[len(counts) + row], after)
@@ -201,14 +204,18 @@ def test_states_inside_rows_are_those_of_rows_that_end_there(
 def test_a_broken_row_reaches_no_other(recurrence: Recurrence, platform: str) -> None:
     rng = np.random.default_rng(5)
     inputs, runs = recurrence.inputs(rng, TOKENS), layout([20, 0, 17, 40], GRAIN, TOKENS)
-    values = getattr(inputs, recurrence.written).at[3].set(jnp.nan)
+    values = np.array(getattr(inputs, recurrence.written))
+    values[3] = np.nan
     broken = inputs._replace(**{recurrence.written: values})
     state = jnp.asarray(rng.normal(size=(ROWS, *ZERO)), jnp.float32)
-    out, new = packed(recurrence.runs, inputs, state, runs[:4], platform)
-    broken_out, broken_new = packed(recurrence.runs, broken, state, runs[:4], platform)
+    out, new, broken_out, broken_new = (
+        np.asarray(each)
+        for given in (inputs, broken)
+        for each in packed(recurrence.runs, given, state, runs[:4], platform)
+    )
     np.testing.assert_array_equal(out[32:49], broken_out[32:49])
     np.testing.assert_array_equal(new[1:], broken_new[1:])
-    np.testing.assert_array_equal(new[1], state[1])
+    np.testing.assert_array_equal(new[1], np.asarray(state)[1])
     assert not np.isfinite(broken_new[0]).all()
 
 
@@ -219,7 +226,7 @@ def test_keys_that_are_all_alike_stay_exact(gates: int) -> None:
     v = jnp.asarray(np.random.default_rng(0).normal(size=(64, HEADS, VALUE)), jnp.float32)
     inputs = DeltaInputs(ones, ones, v, jnp.zeros((64, HEADS, gates)), jnp.ones((64, HEADS)))
     wanted, _ = delta_by_hand(inputs, np.zeros(ZERO))
-    out, _ = delta_runs(inputs, jnp.zeros((1, *ZERO)), layout([64], 64, 64))
+    out, _ = packed(delta_runs, inputs, jnp.zeros((1, *ZERO)), layout([64], 64, 64)[:4], "cpu", 64)
     np.testing.assert_allclose(out, wanted, atol=1e-5)
 
 
@@ -239,9 +246,9 @@ def test_the_convolution_sees_across_chunks_and_never_across_rows(
     x = rng.normal(size=(TOKENS, CHANNELS)).astype(np.float32)
     kernel = rng.normal(size=(CHANNELS, TAPS)).astype(np.float32)
     state = rng.normal(size=(ROWS, TAPS - 1, CHANNELS)).astype(np.float32)
-    y, new = packed_convolution(*map(jnp.asarray, (x, kernel, state)), runs[:4])
+    y, new = map(np.asarray, packed_convolution(x, kernel, state, runs[:4]))
     for row, count in enumerate(counts):
-        first = int(runs.first_R[row])
+        first = int(np.asarray(runs.first_R)[row])
         seen = np.concatenate([state[row], x[first : first + count]])
         wanted = [np.sum(seen[t : t + TAPS].T * kernel, axis=1) for t in range(count)]
         np.testing.assert_allclose(
@@ -257,9 +264,10 @@ def test_the_convolution_gives_the_inputs_before_a_place_inside_a_row() -> None:
     kernel = rng.normal(size=(CHANNELS, TAPS)).astype(np.float32)
     state = rng.normal(size=(ROWS, TAPS - 1, CHANNELS)).astype(np.float32)
     stopped = runs._replace(stop_R=jnp.asarray(stops, jnp.int32))
-    _, both = convolve_runs(*map(jnp.asarray, (x, kernel, state)), stopped)
+    _, both = jax.jit(lambda *given: convolve_runs(*given, stopped))(x, kernel, state)
+    both = np.asarray(both)
     for row, (count, stop) in enumerate(zip(counts, stops, strict=True)):
-        first = int(runs.first_R[row])
+        first = int(np.asarray(runs.first_R)[row])
         seen = np.concatenate([state[row], x[first : first + count]])
         np.testing.assert_array_equal(both[row], seen[count:])
         np.testing.assert_array_equal(both[ROWS + row], seen[stop : stop + TAPS - 1])
@@ -271,14 +279,16 @@ def test_a_step_of_the_convolution_is_a_row_of_one_token_and_a_bias_is_added_onc
         jnp.asarray(rng.normal(size=shape), jnp.float32)
         for shape in ((2, CHANNELS), (CHANNELS, TAPS), (2, TAPS - 1, CHANNELS), (CHANNELS,))
     )
+    one = layout([1], 16, 16)
+    runs_of_one = jax.jit(lambda x, before, added: convolve_runs(x, kernel, before, one, added))
+    x, state = np.asarray(x), np.asarray(state)
     for added in (None, bias):
         plus = np.zeros((1, CHANNELS), np.float32) if added is None else np.asarray(added)[None]
-        y, new = convolve_step(x, kernel, state, added)
+        y, new = map(np.asarray, jax.jit(convolve_step)(x, kernel, state, added))
         for row in range(2):
-            padded = jnp.pad(x[row : row + 1], ((0, 15), (0, 0)))
-            one, before = layout([1], 16, 16), state[row : row + 1]
-            y_T, new_R = convolve_runs(padded, kernel, before, one, added)
+            padded, before = np.pad(x[row : row + 1], ((0, 15), (0, 0))), state[row : row + 1]
+            y_T, new_R = map(np.asarray, runs_of_one(padded, before, added))
             np.testing.assert_allclose(y[row], y_T[0], rtol=1e-6, atol=1e-6)
-            plain, _ = convolve_runs(padded, kernel, before, one)
+            plain, _ = runs_of_one(padded, before, None)
             np.testing.assert_allclose(y_T, plain + plus, atol=1e-5)
             np.testing.assert_array_equal(new[row], new_R[0])
