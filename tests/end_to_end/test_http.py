@@ -17,8 +17,8 @@ from tests.end_to_end.doors import Served, served
 from tests.end_to_end.schemas import random_schema
 from tests.end_to_end.test_service import SENTENCE, mixed_requests
 from tests.service.doors import FakePath
-from tests.service.http.test_http_equals_grpc import both
 from tests.service.http_doors import HttpDoor, request
+from tests.service.parity import both
 from tests.time_scale import seconds
 
 pytestmark = [pytest.mark.ci, pytest.mark.asyncio(loop_scope="module")]

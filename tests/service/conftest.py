@@ -1,11 +1,19 @@
 from collections.abc import AsyncIterator
 
+import openai
 import pytest
 
 from tests.service.http_doors import HttpDoor, http_door
 
 
 @pytest.fixture
-async def door() -> AsyncIterator[HttpDoor]:
-    async with http_door() as one:
+async def door(request: pytest.FixtureRequest) -> AsyncIterator[HttpDoor]:
+    """The server that the module's `opens` makes, else one over a `FakePath`."""
+    async with getattr(request.module, "opens", http_door)() as one:
+        yield one
+
+
+@pytest.fixture
+async def client(door: HttpDoor) -> AsyncIterator[openai.AsyncOpenAI]:
+    async with door.client() as one:
         yield one

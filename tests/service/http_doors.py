@@ -3,7 +3,7 @@ call it: OpenAI's client, and raw bytes."""
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -156,3 +156,15 @@ async def http_door(
     config = replace(service or ServiceConfig(), port=port, http_port=0)
     async with running(path, GenerationServer(frontend, config, log=log), frontend) as door:
         yield door
+
+
+async def taken(
+    door: HttpDoor, rows: Iterable[tuple[str, dict[str, Any], str]], status: int = 400
+) -> list[tuple[str, str, bytes]]:
+    """Asks (path, fields, words); the rows that were not refused with these words."""
+    wrong = []
+    for path, fields, words in rows:
+        answer = await door.ask(path, fields)
+        if answer.status != status or words not in answer.error["message"]:
+            wrong.append((path, words, answer.body[:200]))
+    return wrong

@@ -11,8 +11,8 @@ from jdisagg.client import AsyncClient
 from jdisagg.grammar.json_blanks import without
 from jdisagg.grammar.structural_tags import structural_lark
 from jdisagg.request import Grammar, GrammarKind
+from tests.service.chats import TEMPLATE
 from tests.service.http_doors import http_door
-from tests.service.test_chats_with_tools import TEMPLATE
 
 COMPLETIONS, CHATS, RESPONSES = "/v1/completions", "/v1/chat/completions", "/v1/responses"
 SCHEMA = {"type": "object", "properties": {"b": {"type": "integer"}, "a": {"const": "é"}}}
@@ -97,11 +97,10 @@ async def test_what_one_door_takes_for_a_grammar_the_other_does_too() -> None:
         {"guided_json": None},
     ],
 )
-async def test_who_asks_for_no_form_gets_any_text(fields: dict[str, Any]) -> None:
-    async with http_door() as door:
-        answer = await door.ask(COMPLETIONS, {"prompt": "x", "max_tokens": 1, **fields})
-        assert answer.status == 200
-        assert door.path.requests[-1].sampling.grammar is None
+async def test_who_asks_for_no_form_gets_any_text(door: HttpDoor, fields: dict[str, Any]) -> None:
+    answer = await door.ask(COMPLETIONS, {"prompt": "x", "max_tokens": 1, **fields})
+    assert answer.status == 200
+    assert door.path.requests[-1].sampling.grammar is None
 
 
 async def test_openais_client_asks_for_a_schema_as_it_does_elsewhere() -> None:
@@ -148,25 +147,23 @@ def _asked(strict: bool) -> list[tuple[str, str, dict[str, Any]]]:
     ],
 )
 async def test_a_pattern_that_cannot_be_enforced_is_left_out_and_named_in_a_header(
-    path: str, name: str, value: dict[str, Any]
+    door: HttpDoor, path: str, name: str, value: dict[str, Any]
 ) -> None:
-    async with http_door() as door:
-        answer = await door.ask(path, {**ASK[path], name: value})
-        assert answer.status == 200, answer.body
-        assert answer.headers[IGNORED].endswith(".properties.a.pattern")
-        grammar = door.path.requests[-1].sampling.grammar
-        assert grammar is not None and json.loads(grammar.text) == WITHOUT
+    answer = await door.ask(path, {**ASK[path], name: value})
+    assert answer.status == 200, answer.body
+    assert answer.headers[IGNORED].endswith(".properties.a.pattern")
+    grammar = door.path.requests[-1].sampling.grammar
+    assert grammar is not None and json.loads(grammar.text) == WITHOUT
 
 
 @pytest.mark.parametrize(("path", "name", "value"), _asked(True))
 async def test_a_strict_schema_with_such_a_pattern_is_refused_by_path_keyword_and_reason(
-    path: str, name: str, value: dict[str, Any]
+    door: HttpDoor, path: str, name: str, value: dict[str, Any]
 ) -> None:
-    async with http_door() as door:
-        answer = await door.ask(path, {**ASK[path], name: value})
-        assert (answer.status, answer.error["param"]) == (400, name)
-        assert "properties.a.pattern: " in answer.error["message"]
-        assert "look-around" in answer.error["message"]
+    answer = await door.ask(path, {**ASK[path], name: value})
+    assert (answer.status, answer.error["param"]) == (400, name)
+    assert "properties.a.pattern: " in answer.error["message"]
+    assert "look-around" in answer.error["message"]
 
 
 @pytest.mark.parametrize("strict", [False, True])

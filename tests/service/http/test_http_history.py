@@ -12,8 +12,8 @@ import pytest_asyncio
 from openai.types.responses.response_input_item_param import ResponseInputItemParam
 
 from jdisagg.config import ServiceConfig
+from tests.service.chats import TEMPLATE
 from tests.service.http_doors import HttpDoor, http_door
-from tests.service.test_chats_with_tools import TEMPLATE
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from jdisagg.config import ServiceConfig
 from jdisagg.service.http.openapi import openapi_json
+from tests.service.chats import SCHEMA, TEMPLATE, WEATHER
 from tests.service.http_doors import HttpDoor, http_door
-from tests.service.test_chats_with_tools import SCHEMA, TEMPLATE, WEATHER
 
 COMPLETIONS, CHATS, RESPONSES = "/v1/completions", "/v1/chat/completions", "/v1/responses"
 MESSAGES = "/v1/messages"

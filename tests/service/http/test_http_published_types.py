@@ -15,8 +15,8 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from pydantic import BaseModel, TypeAdapter
 
 from jdisagg.config import ServiceConfig
+from tests.service.chats import CALLS, SCHEMA, TEMPLATE, WEATHER, Script
 from tests.service.http_doors import HttpDoor, events, http_door
-from tests.service.test_chats_with_tools import CALLS, SCHEMA, TEMPLATE, WEATHER, Script
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

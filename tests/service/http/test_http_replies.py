@@ -2,7 +2,6 @@
 what the path made."""
 
 import json
-from collections.abc import AsyncIterator
 from typing import Any
 
 import openai
@@ -20,12 +19,6 @@ from tests.service.http_doors import HttpDoor, events, http_door
 
 NO_TEXT = Pieces(lambda one: "", lambda one: b"", {})
 CHAT: Any = [{"role": "user", "content": "hi"}]
-
-
-@pytest.fixture
-async def client(door: HttpDoor) -> AsyncIterator[openai.AsyncOpenAI]:
-    async with door.client() as one:
-        yield one
 
 
 def strict(reply: Any, kind: type) -> None:
@@ -153,16 +146,6 @@ async def test_a_chat_is_streamed_and_ends_with_its_usage(
     assert len({chunk.id for chunk in chunks}) == 1 and last.id.startswith("chatcmpl-")
 
 
-async def test_usage_may_come_with_every_chunk(client: openai.AsyncOpenAI) -> None:
-    options: Any = {"include_usage": True, "continuous_usage_stats": True}
-    stream = await client.completions.create(
-        model="tiny", prompt="abc", max_tokens=4, stream=True, stream_options=options
-    )
-    usages = [chunk.usage async for chunk in stream]
-    assert all(usage is not None and usage.prompt_tokens == 3 for usage in usages)
-    assert [usage.completion_tokens for usage in usages if usage] == [1, 2, 3, 4, 4]
-
-
 @pytest.mark.parametrize(
     ("prompt", "prompts"),
     [
@@ -224,21 +207,6 @@ async def test_token_ids_come_where_they_are_asked_for(door: HttpDoor) -> None:
 
 
 @pytest.mark.parametrize(
-    ("content", "text"),
-    [
-        ([{"type": "text", "text": "a"}, {"type": "text", "text": "b"}], "a\nb"),
-        ([], ""),
-        (None, ""),
-    ],
-)
-async def test_content_may_come_in_parts(door: HttpDoor, content: Any, text: str) -> None:
-    messages = [{"role": "developer", "content": "s"}, {"role": "user", "content": content}]
-    await door.ask("/v1/chat/completions", {"messages": messages, "max_tokens": 1})
-    prompt = bytes(door.path.requests[0].prompt_token_ids).decode()
-    assert prompt == f"<system>s<user>{text}<assistant>"
-
-
-@pytest.mark.parametrize(
     ("how", "text"),
     [
         ({}, "<user>hi<assistant>he said"),
@@ -282,14 +250,6 @@ async def test_a_request_bears_the_clients_name_for_it(door: HttpDoor) -> None:
     assert [request.request_id for request in door.path.requests] == names
 
 
-async def test_version_health_and_metrics_are_there(door: HttpDoor) -> None:
-    assert "version" in (await door.ask("/version")).fields
-    assert (await door.ask("/health")).status == 200
-    await door.server.set_ready(False)
-    assert (await door.ask("/health")).status == 503
-    assert (await door.ask("/metrics")).status == 404
-
-
 async def test_a_response_is_answered_whole(door: HttpDoor, client: openai.AsyncOpenAI) -> None:
     given: Any = [
         {"role": "user", "content": [{"type": "input_text", "text": "hi"}]},
@@ -313,42 +273,6 @@ async def test_a_response_is_answered_whole(door: HttpDoor, client: openai.Async
     assert usage.input_tokens_details.cached_tokens == CACHED.total
     extra = usage.input_tokens_details.model_dump()
     assert extra["cached_tokens_by_tier"] == CACHED.by_tier()
-
-
-async def test_a_response_says_what_was_asked_and_used(
-    door: HttpDoor, client: openai.AsyncOpenAI
-) -> None:
-    asked: dict[str, Any] = {
-        "instructions": "be",
-        "max_output_tokens": 4,
-        "temperature": 0.5,
-        "top_p": 0.75,
-        "truncation": "auto",
-        "tool_choice": "none",
-        "parallel_tool_calls": False,
-        "tools": [{"type": "function", "name": "f", "parameters": {"type": "object"}}],
-        "text": {"format": {"type": "json_schema", "name": "x", "schema": {"type": "object"}}},
-        "reasoning": {"effort": "low"},
-    }
-    reply = await client.responses.create(model="tiny", input="hi", **asked)
-    stream = await client.responses.create(model="tiny", input="hi", stream=True, **asked)
-    *_, last = [event async for event in stream]
-    assert last.type == "response.incomplete"
-    for response in (reply, last.response):
-        strict(response, Response)
-        said = response.model_dump(exclude_unset=True, by_alias=True)
-        told = {name: said[name] for name in asked}
-        assert told.pop("tools") == [asked["tools"][0] | {"strict": False, "description": None}]
-        assert told == {
-            name: value
-            for name, value in (
-                asked
-                | {"truncation": "disabled", "reasoning": asked["reasoning"] | {"summary": None}}
-            ).items()
-            if name != "tools"
-        }, "what was used: a prompt that does not fit is refused whatever `truncation` says"
-    plain = await client.responses.create(model="tiny", input="hi", max_output_tokens=1)
-    assert (plain.tool_choice, plain.tools, plain.parallel_tool_calls) == ("auto", [], True)
 
 
 async def test_how_much_a_response_is_to_think_is_said_to_the_chat_template() -> None:
