@@ -354,12 +354,13 @@ async def test_ids_are_those_that_the_models_template_takes(sign: str, text: str
     assert re.fullmatch(ids, called.id) and called.name == "weather"
 
 
-async def test_tools_that_the_model_would_not_see_are_refused(door: HttpDoor) -> None:
-    answer = await door.ask(CHATS, {"messages": CHAT, "tools": [WEATHER]})
-    assert answer.status == 400 and "shows none to the model" in answer.error["message"]
-    async with AsyncClient(door.target) as ours:
-        with pytest.raises(InvalidRequestError, match="shows none to the model"):
-            await ours.complete(messages=CHAT, tools=[WEATHER])
+async def test_tools_that_the_model_would_not_see_are_refused() -> None:
+    async with http_door() as door:
+        answer = await door.ask(CHATS, {"messages": CHAT, "tools": [WEATHER]})
+        assert answer.status == 400 and "shows none to the model" in answer.error["message"]
+        async with AsyncClient(door.target) as ours:
+            with pytest.raises(InvalidRequestError, match="shows none to the model"):
+                await ours.complete(messages=CHAT, tools=[WEATHER])
 
 
 ARGUMENTS = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "[1]"}}

@@ -201,7 +201,7 @@ async def test_ask_writes_the_text_to_stdout_and_timings_and_errors_to_stderr(
     texts = [text_of(expected_tokens(request, child)) for child in (0, 1)]
     assert (code, out) == (0, "\n\n".join(texts) + "\n")
     assert request.sampling.seed == 3
-    assert "29 + 24 tokens, TTFT 250 ms" in err and "640 KV bytes moved" in err
+    assert "30 + 24 tokens, TTFT 250 ms" in err and "640 KV bytes moved" in err
     code, out, err = await ask(f"--target={door.target}", "--prompt=x", "--max_tokens=600")
     assert (code, out) == (1, "")
     assert err.startswith("error: max_tokens=600"), "no empty line before it where no text came"

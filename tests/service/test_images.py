@@ -222,13 +222,14 @@ async def test_what_is_not_supported_is_refused_by_name(tmp_path: Path) -> None:
         assert not door.path.requests
 
 
-async def test_a_model_without_a_vision_encoder_refuses_images_by_name(door: HttpDoor) -> None:
-    answer = await door.ask(CHATS, of_parts(image_url(URL)))
-    assert answer.status == 400
-    assert (
-        "messages[0].content[0] is an image, and the model 'tiny' reads text only"
-        in (answer.error["message"])
-    )
+async def test_a_model_without_a_vision_encoder_refuses_images_by_name() -> None:
+    async with http_door() as door:
+        answer = await door.ask(CHATS, of_parts(image_url(URL)))
+        assert answer.status == 400
+        assert (
+            "messages[0].content[0] is an image, and the model 'tiny' reads text only"
+            in (answer.error["message"])
+        )
 
 
 async def test_a_template_that_displays_no_image_is_refused(tmp_path: Path) -> None:

@@ -199,21 +199,22 @@ async def test_a_wrong_field_is_named_with_its_value_and_the_rule(
     assert len(door.path.requests) == 1, "the one that runs beside"
 
 
-async def test_values_that_ask_for_nothing_are_taken(door: HttpDoor) -> None:
-    nothing: dict[str, Any] = {
-        "prompt": "x",
-        "max_tokens": 2.0,
-        "suffix": None,
-        "best_of": 1,
-        "use_beam_search": False,
-        "response_format": {"type": "text"},
-        "logit_bias": None,
-        "stop": None,
-        "stream": None,
-        "stream_options": None,
-        "n": None,
-    }
-    assert (await door.ask(COMPLETIONS, nothing)).status == 200
+async def test_values_that_ask_for_nothing_are_taken() -> None:
+    async with http_door() as door:
+        nothing: dict[str, Any] = {
+            "prompt": "x",
+            "max_tokens": 2.0,
+            "suffix": None,
+            "best_of": 1,
+            "use_beam_search": False,
+            "response_format": {"type": "text"},
+            "logit_bias": None,
+            "stop": None,
+            "stream": None,
+            "stream_options": None,
+            "n": None,
+        }
+        assert (await door.ask(COMPLETIONS, nothing)).status == 200
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from jdisagg.grammar.json_blanks import without
 from jdisagg.grammar.structural_tags import structural_lark
 from jdisagg.request import Grammar, GrammarKind
 from tests.service.chats import TEMPLATE
-from tests.service.http_doors import http_door
+from tests.service.http_doors import HttpDoor, http_door
 
 COMPLETIONS, CHATS, RESPONSES = "/v1/completions", "/v1/chat/completions", "/v1/responses"
 SCHEMA = {"type": "object", "properties": {"b": {"type": "integer"}, "a": {"const": "é"}}}

@@ -158,13 +158,14 @@ async def test_a_response_is_made_in_the_background() -> None:
                 await client.responses.create(**asked | wrong)
 
 
-async def test_without_a_store_what_needs_one_is_refused_by_name(door: HttpDoor) -> None:
-    for field, value in (("previous_response_id", "resp_1"), ("background", True)):
-        answer = await door.ask("/v1/responses", {"input": "hi", field: value})
-        assert answer.status == 400 and answer.error["param"] == field
-    made = (await door.ask("/v1/responses", {"input": "hi", "store": True})).fields
-    assert made["store"] is False
-    assert (await door.ask(f"/v1/responses/{made['id']}")).status == 404
+async def test_without_a_store_what_needs_one_is_refused_by_name() -> None:
+    async with http_door() as door:
+        for field, value in (("previous_response_id", "resp_1"), ("background", True)):
+            answer = await door.ask("/v1/responses", {"input": "hi", field: value})
+            assert answer.status == 400 and answer.error["param"] == field
+        made = (await door.ask("/v1/responses", {"input": "hi", "store": True})).fields
+        assert made["store"] is False
+        assert (await door.ask(f"/v1/responses/{made['id']}")).status == 404
 
 
 async def test_a_response_is_its_owners_alone(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from jdisagg.service.http import generation as http_generation
 from jdisagg.service.http import guard as http_guard
 from jdisagg.service.server import GenerationServer, check_address
 from tests.service.doors import FakePath, eventually, make_frontend
-from tests.service.http_doors import events, http_door, parse, request
+from tests.service.http_doors import HttpDoor, events, http_door, parse, request
 
 COMPLETIONS = "/v1/completions"
 

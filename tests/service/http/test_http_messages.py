@@ -137,11 +137,12 @@ async def test_a_stop_sequence_is_named() -> None:
         assert door.path.requests[0].sampling.stop == ("###", "y")
 
 
-async def test_cached_tokens_are_left_out_of_input_tokens(door: HttpDoor) -> None:
-    usage = (await both(door, HI | {"max_tokens": 4}))["usage"]
-    prompt = len(door.path.requests[0].prompt_token_ids)
-    assert usage["cache_read_input_tokens"] == CACHED.total
-    assert usage["input_tokens"] == prompt - CACHED.total
+async def test_cached_tokens_are_left_out_of_input_tokens() -> None:
+    async with http_door() as door:
+        usage = (await both(door, HI | {"max_tokens": 4}))["usage"]
+        prompt = len(door.path.requests[0].prompt_token_ids)
+        assert usage["cache_read_input_tokens"] == CACHED.total
+        assert usage["input_tokens"] == prompt - CACHED.total
 
 
 ROUND: Any = [
@@ -365,18 +366,19 @@ async def test_what_is_wrong_is_named(door: HttpDoor) -> None:
     assert not await taken(door, [(MESSAGES, HI | fields, words) for fields, words in WRONG])
 
 
-async def test_errors_have_anthropics_form_and_end_a_stream_that_began(door: HttpDoor) -> None:
-    few = HI | {"max_tokens": 5}
-    for asked, status, kind in (
-        ({"n": 2}, 400, "invalid_request_error"),
-        ({"model": "other"}, 404, "not_found_error"),
-        ({"tenant": "crowd"}, 529, "overloaded_error"),
-        ({"tenant": "bug"}, 500, "api_error"),
-    ):
-        answer = await door.ask(MESSAGES, few | asked)
-        assert (answer.status, answer.fields["type"]) == (status, "error")
-        assert answer.error.keys() == {"type", "message"} and answer.error["type"] == kind
-    lost = few | {"tenant": "lost", "stream": True}
-    *_, last = frames((await door.ask(MESSAGES, lost)).body)
-    error = {"type": "api_error", "message": "lost"}
-    assert last == {"type": "error", "error": error, "request_id": None}
+async def test_errors_have_anthropics_form_and_end_a_stream_that_began() -> None:
+    async with http_door() as door:
+        few = HI | {"max_tokens": 5}
+        for asked, status, kind in (
+            ({"n": 2}, 400, "invalid_request_error"),
+            ({"model": "other"}, 404, "not_found_error"),
+            ({"tenant": "crowd"}, 529, "overloaded_error"),
+            ({"tenant": "bug"}, 500, "api_error"),
+        ):
+            answer = await door.ask(MESSAGES, few | asked)
+            assert (answer.status, answer.fields["type"]) == (status, "error")
+            assert answer.error.keys() == {"type", "message"} and answer.error["type"] == kind
+        lost = few | {"tenant": "lost", "stream": True}
+        *_, last = frames((await door.ask(MESSAGES, lost)).body)
+        error = {"type": "api_error", "message": "lost"}
+        assert last == {"type": "error", "error": error, "request_id": None}
