@@ -26,20 +26,12 @@ TEMPLATE = (
     "{% if add_generation_prompt %}<assistant>{% if enable_thinking %}<think>\n{% endif %}"
     "{% endif %}"
 )
-
-
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}}
-
-
 WEATHER: Any = {
     "type": "function",
     "function": {"name": "weather", "description": "of a city", "parameters": SCHEMA},
 }
-
-
 CHAT: Any = [{"role": "user", "content": "hi"}]
-
-
 CALLS = (
     '<tool_call>\n{"name": "weather", "arguments": {"city": "Köln"}}\n</tool_call>\n'
     '<tool_call>\n{"name": "weather", "arguments": {}}\n</tool_call>'
@@ -151,16 +143,12 @@ async def over_grpc(door: HttpDoor, **asked: Any) -> list[Said]:
 
 
 THOUGHT = "<think>\nhmm\n</think>\n\nLet me see.\n" + CALLS
-
-
 FLAT: Any = {
     "type": "function",
     "name": "weather",
     "description": "of a city",
     "parameters": SCHEMA,
 }
-
-
 ROUND: Any = [
     {"role": "user", "content": "hi"},
     {"type": "function_call", "call_id": "c1", "name": "weather", "arguments": '{"city": "Rom"}'},
