@@ -9,17 +9,10 @@ from typing import Protocol
 import msgspec
 import pytest
 
-from jdisagg.caller import Caller, KeyLimits
 from jdisagg.clock import MonotonicClock
 from jdisagg.config import ServiceConfig
-from jdisagg.dispatch.client_limits import BURST_SECONDS, KeyUse
 from jdisagg.dispatch.membership import Membership, WorkerPorts
-from jdisagg.errors import (
-    IncompatiblePeerError,
-    NameTakenError,
-    QuotaExceededError,
-    UnavailableError,
-)
+from jdisagg.errors import IncompatiblePeerError, NameTakenError, UnavailableError
 from jdisagg.layout.axes import Layout
 from jdisagg.messages.kept_blocks import KeptMark, KeptNews
 from jdisagg.messages.registry import ModelCard, RouterUse, WorkerCard
@@ -28,7 +21,6 @@ from jdisagg.router.predictor import FEWEST, LearnedLengths
 from jdisagg.service.internal import registry, rpc
 from jdisagg.service.internal.registry import RegistryClient, Share, registry_service
 from jdisagg.service.server import GrpcServer
-from jdisagg.spending import Spending
 from jdisagg.timeouts import MembershipTimeouts
 from tests.service.doors import STATUS, eventually
 
@@ -77,28 +69,6 @@ async def test_a_worker_is_known_to_all_routers_until_it_leaves() -> None:
             assert first.cards() == second.cards() == (CARD,)
             assert client.registered == {one, two}
         assert first.cards() == second.cards() == ()
-
-
-async def test_a_client_of_two_routers_gets_its_rate_once_through_their_worker() -> None:
-    clock, rate = MonotonicClock(), 2.0
-    spent = [Spending(number) for number in (1, 2)]
-    shares = [lambda uses, one=one: one.exchange(uses, clock.now(), 1) for one in spent]
-    who, let_in = Caller(key="k", limits=KeyLimits(requests_per_second=rate)), 0
-    async with (
-        router(share=shares[0]) as (one, _),
-        router(share=shares[1]) as (two, _),
-        worker(one, two),
-    ):
-        await eventually(lambda: all(each._others for each in spent))
-        began = clock.now()
-        for _ in range(30):
-            seconds = clock.now() - began
-            for use in map(KeyUse, spent):
-                with contextlib.suppress(QuotaExceededError), use.stream(who, 1, clock.now()):
-                    let_in += 1
-            await asyncio.sleep(0.1)
-    once = rate * (BURST_SECONDS + seconds)
-    assert once - 1 <= let_in <= once + 8, "8: what both let in before they exchange"
 
 
 async def test_lengths_of_answers_at_one_router_are_predicted_at_another_through_their_worker() -> (

@@ -4,7 +4,6 @@ says."""
 import json
 from typing import Any
 
-import openai
 import pytest
 
 from jdisagg.client import AsyncClient
@@ -86,34 +85,11 @@ async def test_what_one_door_takes_for_a_grammar_the_other_does_too() -> None:
             assert http.stop_ids, "an answer of a form has an end"
 
 
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {},
-        {"response_format": None},
-        {"response_format": {"type": "text"}},
-        {"structured_outputs": {}},
-        {"structured_outputs": {"json": None, "disable_any_whitespace": False}},
-        {"guided_json": None},
-    ],
-)
-async def test_who_asks_for_no_form_gets_any_text(door: HttpDoor, fields: dict[str, Any]) -> None:
-    answer = await door.ask(COMPLETIONS, {"prompt": "x", "max_tokens": 1, **fields})
-    assert answer.status == 200
-    assert door.path.requests[-1].sampling.grammar is None
-
-
-async def test_openais_client_asks_for_a_schema_as_it_does_elsewhere() -> None:
-    async with http_door() as door, door.client() as client:
-        with pytest.raises(openai.LengthFinishReasonError):
-            await client.chat.completions.parse(
-                model="tiny",
-                messages=[{"role": "user", "content": "x"}],
-                max_tokens=1,
-                response_format={"type": "json_schema", "json_schema": NAMED},  # type: ignore[arg-type]
-            )
-        grammar = door.path.requests[-1].sampling.grammar
-        assert grammar is not None and json.loads(grammar.text) == SCHEMA
+async def test_who_asks_for_no_form_gets_any_text(door: HttpDoor) -> None:
+    nothing = {"json": None, "disable_any_whitespace": False}
+    for fields in ({}, {"structured_outputs": {}}, {"structured_outputs": nothing}):
+        answer = await door.ask(COMPLETIONS, {"prompt": "x", "max_tokens": 1, **fields})
+        assert answer.status == 200 and door.path.requests[-1].sampling.grammar is None
 
 
 LOOK_AHEAD: Any = {"type": "string", "pattern": "^(?!a)[a-z]+$"}
@@ -128,7 +104,7 @@ ASK: dict[str, dict[str, Any]] = {
 }
 
 
-def _asked(strict: bool) -> list[tuple[str, str, dict[str, Any]]]:
+def _restricted(strict: bool) -> list[tuple[str, str, dict[str, Any]]]:
     form = {"name": "x", "schema": MINE, "strict": strict}
     return [
         (CHATS, "response_format", {"type": "json_schema", "json_schema": form}),
@@ -137,33 +113,26 @@ def _asked(strict: bool) -> list[tuple[str, str, dict[str, Any]]]:
     ]
 
 
-@pytest.mark.parametrize(
-    ("path", "name", "value"),
-    [
-        *_asked(False),
-        (CHATS, "structured_outputs", {"json": MINE}),
-        (CHATS, "guided_json", MINE),
-        ("/v1/messages", "output_config", {"format": {"type": "json_schema", "schema": MINE}}),
-    ],
-)
 async def test_a_pattern_that_cannot_be_enforced_is_left_out_and_named_in_a_header(
-    door: HttpDoor, path: str, name: str, value: dict[str, Any]
+    door: HttpDoor,
 ) -> None:
-    answer = await door.ask(path, {**ASK[path], name: value})
-    assert answer.status == 200, answer.body
-    assert answer.headers[IGNORED].endswith(".properties.a.pattern")
-    grammar = door.path.requests[-1].sampling.grammar
-    assert grammar is not None and json.loads(grammar.text) == WITHOUT
-
-
-@pytest.mark.parametrize(("path", "name", "value"), _asked(True))
-async def test_a_strict_schema_with_such_a_pattern_is_refused_by_path_keyword_and_reason(
-    door: HttpDoor, path: str, name: str, value: dict[str, Any]
-) -> None:
-    answer = await door.ask(path, {**ASK[path], name: value})
-    assert (answer.status, answer.error["param"]) == (400, name)
-    assert "properties.a.pattern: " in answer.error["message"]
-    assert "look-around" in answer.error["message"]
+    form = {"format": {"type": "json_schema", "schema": MINE}}
+    others = [(CHATS, "structured_outputs", {"json": MINE}), (CHATS, "guided_json", MINE)]
+    for path, name, value in [
+        *_restricted(False),
+        *others,
+        ("/v1/messages", "output_config", form),
+    ]:
+        answer = await door.ask(path, {**ASK[path], name: value})
+        assert answer.status == 200, answer.body
+        assert answer.headers[IGNORED].endswith(".properties.a.pattern"), (path, name)
+        grammar = door.path.requests[-1].sampling.grammar
+        assert grammar is not None and json.loads(grammar.text) == WITHOUT
+    for path, name, value in _restricted(True):
+        answer = await door.ask(path, {**ASK[path], name: value})
+        assert (answer.status, answer.error["param"]) == (400, name)
+        assert "properties.a.pattern: " in answer.error["message"]
+        assert "look-around" in answer.error["message"]
 
 
 @pytest.mark.parametrize("strict", [False, True])

@@ -14,8 +14,8 @@ from jdisagg.request import FinishReason, StreamEvent, Usage
 from jdisagg.service.http.replies import ChatReply, CompletionReply, Heading, Reply, ReplyChoice
 from jdisagg.service.http.requests import Streaming
 from jdisagg.service.http.token_texts import Pieces
-from tests.service.doors import CACHED, TEMPLATE, FakePath, expected_tokens, text_of
-from tests.service.http_doors import HttpDoor, events, http_door
+from tests.service.doors import CACHED, FakePath, expected_tokens, text_of
+from tests.service.http_doors import HttpDoor, events
 
 NO_TEXT = Pieces(lambda one: "", lambda one: b"", {})
 CHAT: Any = [{"role": "user", "content": "hi"}]
@@ -273,13 +273,6 @@ async def test_a_response_is_answered_whole(door: HttpDoor, client: openai.Async
     assert usage.input_tokens_details.cached_tokens == CACHED.total
     extra = usage.input_tokens_details.model_dump()
     assert extra["cached_tokens_by_tier"] == CACHED.by_tier()
-
-
-async def test_how_much_a_response_is_to_think_is_said_to_the_chat_template() -> None:
-    async with http_door(template=TEMPLATE + "{{ reasoning_effort or '' }}") as door:
-        asked = {"input": "hi", "max_output_tokens": 1, "reasoning": {"effort": "low"}}
-        assert (await door.ask("/v1/responses", asked)).status == 200
-        assert bytes(door.path.requests[0].prompt_token_ids).endswith(b"low")
 
 
 async def test_the_tokens_of_a_response_are_counted_without_making_it(

@@ -18,7 +18,7 @@ from jdisagg.request import FinishReason, Request, SamplingParams
 from jdisagg.service.client.http_resume import ResumableSse, ResumingTransport
 from tests.service.chats import TEMPLATE, THOUGHT, WEATHER, Script
 from tests.service.doors import expected_tokens, text_of
-from tests.service.http_doors import HttpDoor, http_door
+from tests.service.http_doors import HttpDoor, http_door, taken
 
 CHATS, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 TOKENS, STREAMS = 40, 64
@@ -193,16 +193,10 @@ WRONG: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("more", "words"), WRONG, ids=lambda one: str(one)[:40])
-async def test_what_is_wrong_with_a_resumption_is_named(
-    door: HttpDoor, more: Any, words: str
-) -> None:
-    fields: Any = {"messages": CHAT, "request_id": "r", "seed": 1, "stream": True}
-    answer = await door.ask(CHATS, fields | {"resumption": {"life": 1}} | more)
-    assert answer.status == 400 and words in answer.error["message"]
-
-
-async def test_a_last_event_id_alone_resumes_nothing(door: HttpDoor) -> None:
+async def test_what_is_wrong_with_a_resumption_is_named(door: HttpDoor) -> None:
+    usual: Any = {"messages": CHAT, "request_id": "r", "seed": 1, "stream": True}
+    usual |= {"resumption": {"life": 1}}
+    assert not await taken(door, [(CHATS, usual | more, words) for more, words in WRONG])
     answer = await door.ask(CHATS, {"messages": CHAT, "stream": True}, last_event_id="0:0:1:")
     assert answer.status == 400 and "needs the field resumption" in answer.error["message"]
     answer = await door.ask("/v1/responses", {"input": "hi", "resumption": {"life": 1}})
