@@ -13,7 +13,7 @@ from jdisagg.errors import JdisaggError, UnauthenticatedError
 from jdisagg.supervisor.supervisor import EXIT_CONFIG
 from tests import time_scale
 from tests.end_to_end.test_cluster import PROMPT, ROOT, SMALL, RunningCluster, ask, cluster, oracle
-from tests.service.test_credentials import OPENSSL, certificates_in
+from tests.service.certificates import OPENSSL, certificates_in
 
 pytestmark = pytest.mark.ci
 

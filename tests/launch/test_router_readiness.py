@@ -26,7 +26,7 @@ from jdisagg.timeouts import MembershipTimeouts
 from jdisagg.worker.decode_worker import DecodeWorker
 from tests.service.doors import byte_tokenizer, eventually
 from tests.service.http_doors import parse
-from tests.service.test_cluster_over_grpc import Served, served
+from tests.service.served_cluster import Served, served
 
 MODEL = ModelCard("toy", "toy", 89, 64, "float32", 64, "f00")
 

@@ -3,6 +3,7 @@ from collections.abc import AsyncIterator
 import openai
 import pytest
 
+from tests.service.certificates import CertificateFiles, authority
 from tests.service.http_doors import HttpDoor, http_door
 
 
@@ -17,3 +18,13 @@ async def door(request: pytest.FixtureRequest) -> AsyncIterator[HttpDoor]:
 async def client(door: HttpDoor) -> AsyncIterator[openai.AsyncOpenAI]:
     async with door.client() as one:
         yield one
+
+
+@pytest.fixture(scope="module")
+def ours(tmp_path_factory: pytest.TempPathFactory) -> CertificateFiles:
+    return authority(tmp_path_factory, "ours")
+
+
+@pytest.fixture(scope="module")
+def theirs(tmp_path_factory: pytest.TempPathFactory) -> CertificateFiles:
+    return authority(tmp_path_factory, "theirs")

@@ -6,11 +6,10 @@ import contextlib
 import os
 import pathlib
 import shutil
-import subprocess
 import sys
 from asyncio.subprocess import PIPE
 from collections.abc import AsyncIterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import grpc
 import grpc.aio
@@ -36,57 +35,10 @@ from jdisagg.service.internal.registry import registry_service
 from jdisagg.service.internal.remote_ports import RemoteWorker
 from jdisagg.service.internal.worker_service import decode_service, peer_service, prefill_service
 from jdisagg.service.server import GrpcServer, check_address, cluster_credentials, read_tokens
+from tests.service.certificates import OPENSSL, CertificateFiles, certificates_in
 from tests.service.doors import STATUS
 from tests.service.http_doors import http_door
 from tests.service.port_worker import HELLO, Worker
-
-OPENSSL = shutil.which("openssl")
-
-
-@dataclass(frozen=True)
-class CertificateFiles:
-    """Files of one authority: its own certificate, and a key and certificate that it signed for
-    this machine."""
-
-    authority: str
-    key: str
-    certificate: str
-
-    def credentials(self, own: bool = False, **fields: str) -> Credentials:
-        pair = {"certificate": self.certificate, "key": self.key} if own else {}
-        return Credentials.load(authority=self.authority, **pair, **fields)
-
-
-def certificates_in(folder: pathlib.Path, names: str = "IP:127.0.0.1") -> CertificateFiles:
-    """Makes the files. `names` are the certificate's subject alternative names."""
-    assert OPENSSL is not None
-    new = (
-        f"{OPENSSL} req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 2"
-        " -keyout {0}/{1}.key -out {0}/{1}.pem -subj"
-    )
-    signed = (
-        f"-CA {folder}/ca.pem -CAkey {folder}/ca.key -addext subjectAltName={names}"
-        " -addext basicConstraints=critical,CA:FALSE"
-    )
-    root = [*new.format(folder, "ca").split(), "/CN=test authority"]
-    leaf = [*new.format(folder, "own").split(), "/CN=test process", *signed.split()]
-    for command in (root, leaf):
-        subprocess.run(command, check=True, capture_output=True)
-    return CertificateFiles(f"{folder}/ca.pem", f"{folder}/own.key", f"{folder}/own.pem")
-
-
-@pytest.fixture(scope="module")
-def ours(tmp_path_factory) -> CertificateFiles:
-    if OPENSSL is None:
-        pytest.skip("openssl makes the certificates, and is not installed")
-    return certificates_in(tmp_path_factory.mktemp("ours"))
-
-
-@pytest.fixture(scope="module")
-def theirs(tmp_path_factory) -> CertificateFiles:
-    if OPENSSL is None:
-        pytest.skip("openssl makes the certificates, and is not installed")
-    return certificates_in(tmp_path_factory.mktemp("theirs"))
 
 
 @contextlib.asynccontextmanager

@@ -22,7 +22,7 @@ from jdisagg.service.internal.role_services import worker_roles
 from tests.service.doors import eventually
 from tests.service.port_worker import PREFILL
 from tests.service.remote_workers import Spanner, collect, connected, serving
-from tests.service.test_roles import REPORT, Desk, served
+from tests.service.role_desk import REPORT, Desk, served
 
 WHOLE = pack((PREFILL,))
 SPOILED = {

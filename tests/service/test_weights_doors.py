@@ -31,7 +31,13 @@ from jdisagg.messages.worker_status import WorkerStatus
 from jdisagg.telemetry import Counters
 from tests.service.doors import STATUS
 from tests.service.http_doors import HttpDoor, http_door
-from tests.transfer.conformance import ManualClock
+
+
+class HandClock:
+    seconds = 0.0
+
+    def now(self) -> float:
+        return self.seconds
 
 
 @dataclass
@@ -272,7 +278,7 @@ async def test_a_worker_without_memory_for_two_copies_stages_while_it_sleeps_and
 async def test_a_late_worker_gets_the_weights_of_a_closed_offer_from_a_worker_that_has_them(
     served: Served,
 ) -> None:
-    workers, clock = (served.decode, served.prefill), ManualClock()
+    workers, clock = (served.decode, served.prefill), HandClock()
     path = served.path
     path.cluster = replace(path.cluster, statuses=lambda: [one.said() for one in workers])
     control = WeightsControl(path, clock, Counters())
@@ -286,7 +292,7 @@ async def test_a_late_worker_gets_the_weights_of_a_closed_offer_from_a_worker_th
 async def test_a_worker_that_cannot_take_the_last_weights_is_tried_again_ever_more_seldom(
     served: Served,
 ) -> None:
-    workers, clock = (served.decode, served.prefill), ManualClock()
+    workers, clock = (served.decode, served.prefill), HandClock()
     path = served.path
     path.cluster = replace(path.cluster, statuses=lambda: [one.said() for one in workers])
     control = WeightsControl(path, clock, Counters())
