@@ -275,13 +275,17 @@ async def test_a_worker_without_memory_for_two_copies_stages_while_it_sleeps_and
     assert not served.decode.asleep
 
 
+def watching(served: Served) -> tuple[WeightsControl, HandClock]:
+    """Controls weights of workers whose statuses it sees, on a clock that stands still."""
+    workers, clock, path = (served.decode, served.prefill), HandClock(), served.path
+    path.cluster = replace(path.cluster, statuses=lambda: [one.said() for one in workers])
+    return WeightsControl(path, clock, Counters()), clock
+
+
 async def test_a_late_worker_gets_the_weights_of_a_closed_offer_from_a_worker_that_has_them(
     served: Served,
 ) -> None:
-    workers, clock = (served.decode, served.prefill), HandClock()
-    path = served.path
-    path.cluster = replace(path.cluster, statuses=lambda: [one.said() for one in workers])
-    control = WeightsControl(path, clock, Counters())
+    control, _ = watching(served)
     report = await control.update("/one", "1")
     served.prefill.weights = ""  # it was restarted
     control._wanted = StageCall("offer:gone", "1", 9.0)  # the trainer has gone on
@@ -292,10 +296,7 @@ async def test_a_late_worker_gets_the_weights_of_a_closed_offer_from_a_worker_th
 async def test_a_worker_that_cannot_take_the_last_weights_is_tried_again_ever_more_seldom(
     served: Served,
 ) -> None:
-    workers, clock = (served.decode, served.prefill), HandClock()
-    path = served.path
-    path.cluster = replace(path.cluster, statuses=lambda: [one.said() for one in workers])
-    control = WeightsControl(path, clock, Counters())
+    control, clock = watching(served)
     await control.update("/one", "1")
     served.prefill.weights = ""
     control._wanted = StageCall("/bad", "1", 9.0)

@@ -15,7 +15,7 @@ from jdisagg.service.http.replies import ChatReply, CompletionReply, Heading, Re
 from jdisagg.service.http.requests import Streaming
 from jdisagg.service.http.token_texts import Pieces
 from tests.service.doors import CACHED, FakePath, expected_tokens, text_of
-from tests.service.http_doors import HttpDoor, events
+from tests.service.http_doors import HttpDoor
 
 NO_TEXT = Pieces(lambda one: "", lambda one: b"", {})
 CHAT: Any = [{"role": "user", "content": "hi"}]
@@ -188,24 +188,6 @@ async def test_a_prompt_is_text_or_ids_or_several_of_a_kind(
     assert [streamed[index] for index in sorted(streamed)] == texts
 
 
-async def test_token_ids_come_where_they_are_asked_for(door: HttpDoor) -> None:
-    asked = {"max_tokens": 3, "return_token_ids": True, "prompt": "ab"}
-    choice = (await door.ask("/v1/completions", asked)).fields["choices"][0]
-    expected = list(expected_tokens(door.path.requests[0], 0))
-    assert (choice["prompt_token_ids"], choice["token_ids"]) == ([97, 98], expected)
-    reply = (await door.ask("/v1/chat/completions", asked | {"messages": CHAT})).fields
-    chat = door.path.requests[1]
-    assert reply["prompt_token_ids"] == list(chat.prompt_token_ids)
-    assert reply["choices"][0]["token_ids"] == list(expected_tokens(chat, 0))
-    answer = await door.ask("/v1/completions", asked | {"stream": True, "logprobs": 0})
-    data = events(answer.body)
-    assert data[-1] == "[DONE]" and '"prompt_token_ids":[97,98]' in data[0]
-    assert [
-        f'"token_ids":[{token}]' in one for token, one in zip(expected, data, strict=False)
-    ] == [True] * 3
-    assert not any("prompt_token_ids" in one for one in data[1:])
-
-
 @pytest.mark.parametrize(
     ("how", "text"),
     [
@@ -273,17 +255,6 @@ async def test_a_response_is_answered_whole(door: HttpDoor, client: openai.Async
     assert usage.input_tokens_details.cached_tokens == CACHED.total
     extra = usage.input_tokens_details.model_dump()
     assert extra["cached_tokens_by_tier"] == CACHED.by_tier()
-
-
-async def test_the_tokens_of_a_response_are_counted_without_making_it(
-    door: HttpDoor, client: openai.AsyncOpenAI
-) -> None:
-    asked: Any = {"input": [{"role": "user", "content": "hi"}], "instructions": "be"}
-    counted = await client.responses.input_tokens.count(model="tiny", **asked)
-    strict(counted, type(counted))
-    assert not door.path.requests
-    made = await client.responses.create(model="tiny", max_output_tokens=1, **asked)
-    assert made.usage and counted.input_tokens == made.usage.input_tokens > 0
 
 
 async def test_a_response_is_streamed_as_the_events_that_build_it_up(
