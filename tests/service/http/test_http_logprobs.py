@@ -14,7 +14,15 @@ from jdisagg.dispatch.token_stream import TokenStream
 from jdisagg.request import FinishReason, Request, StreamEvent, TokenLogprobs, Usage
 from jdisagg.service.server import GenerationServer
 from models.tokenizer import Tokenizer
-from tests.service.doors import EOS, MODEL, TEMPLATE, FakePath, make_frontend, scores_of
+from tests.service.doors import (
+    EOS,
+    MODEL,
+    TEMPLATE,
+    FakePath,
+    byte_tokenizer,
+    make_frontend,
+    scores_of,
+)
 from tests.service.http_doors import HttpDoor, events, http_door, running
 
 LLAMA = Path(__file__).parents[3] / "models" / "tiny" / "llama"
@@ -24,46 +32,41 @@ PARTS = TEXT.encode()
 
 
 @dataclass
-class Words(FakePath):
-    """Says `TEXT`, one byte a token and some tokens an event, with a special token within. Beside
-    each token, two others are likely that are parts of characters."""
+class Decoded(FakePath):
+    """Says tokens of `codec`, some an event, until a stop string is complete; `likely` beside each
+    are others."""
 
+    codec: Tokenizer = field(default_factory=byte_tokenizer)
+    says: tuple[int, ...] = ()
     size: int = 1
-    said: bytes = PARTS
-    special_at: int = 3
+    likely: tuple[tuple[int, float], ...] = ()
 
     async def stream(self, request: Request) -> AsyncIterator[StreamEvent]:
         self.requests.append(request)
-        ids = list(self.said)
-        ids.insert(self.special_at, EOS)
-        keeps = not request.sampling.skip_special_tokens
-        for first in range(0, len(ids), self.size):
-            some = ids[first : first + self.size]
-            before, until = ids[:first], ids[: first + self.size]
-            last = len(until) == len(ids)
-            new = _shown(until, keeps)[len(_shown(before, keeps)) :]
-            asks = request.sampling.prompt_logprobs is not None and first == 0
+        text, asks = TokenStream.of(self.codec, request), request.sampling.prompt_logprobs
+        for first in range(0, len(self.says), self.size):
+            made = text.push(self.says[first : first + self.size])
+            some = self.says[first : first + self.size][: made.tokens_kept]
+            last = made.stopped or first + self.size >= len(self.says)
             yield StreamEvent(
                 0,
                 first,
-                tuple(some),
-                new,
-                tuple(
-                    TokenLogprobs(-0.5, ((one, -0.5), (0x80, -2.0), (0x81, -3.0))) for one in some
-                )
-                if request.sampling.logprobs is not None
-                else (),
+                some,
+                made.text + (text.finish() if last else ""),
+                tuple(TokenLogprobs(-0.5, ((one, -0.5), *self.likely)) for one in some),
                 FinishReason.STOP if last else None,
-                Usage(len(request.prompt_token_ids), len(ids)) if last else None,
-                prompt_logprobs=scores_of(request) if asks else None,
+                Usage(len(request.prompt_token_ids), first + len(some)) if last else None,
+                prompt_logprobs=scores_of(request) if asks is not None and first == 0 else None,
             )
+            if last:
+                return
 
 
-def _shown(ids: list[int], keeps: bool) -> str:
-    special = b"<end>" if keeps else b""
-    return b"".join(special if one == EOS else bytes([one]) for one in ids).decode(
-        "utf-8", "ignore"
-    )
+def words(size: int = 1, said: bytes = PARTS, special_at: int = 3) -> Decoded:
+    """Says `TEXT`, one byte a token, with a special token within. Beside each token, two others are
+    likely that are parts of characters."""
+    ids = (*said[:special_at], EOS, *said[special_at:])
+    return Decoded(says=ids, size=size, likely=((0x80, -2.0), (0x81, -3.0)))
 
 
 async def choices(door: HttpDoor, path: str, **asked: Any) -> list[dict[str, Any]]:
@@ -83,7 +86,7 @@ async def choices(door: HttpDoor, path: str, **asked: Any) -> list[dict[str, Any
 async def test_the_rows_of_a_chat_are_its_text(
     size: int, stream: bool, skip: bool, as_ids: bool
 ) -> None:
-    async with http_door(Words(size=size)) as door:
+    async with http_door(words(size=size)) as door:
         asked = {"messages": [{"role": "user", "content": "hi"}], "logprobs": True}
         more = {"top_logprobs": 3, "skip_special_tokens": skip}
         some = await choices(
@@ -115,7 +118,7 @@ async def test_the_rows_of_a_chat_are_its_text(
 async def test_the_tokens_of_a_completion_stand_where_their_offsets_say(
     size: int, stream: bool, echo: bool, as_ids: bool
 ) -> None:
-    async with http_door(Words(size=size, special_at=0)) as door:
+    async with http_door(words(size=size, special_at=0)) as door:
         prompt = "x漢y"
         asked = {"prompt": prompt, "logprobs": 2, "echo": echo, "stream": stream}
         some = await choices(door, COMPLETIONS, **asked, return_tokens_as_token_ids=as_ids)
@@ -158,7 +161,7 @@ def _expected(ids: list[int]) -> list[str]:
 
 
 async def test_an_answer_that_ends_within_a_character_loses_no_byte() -> None:
-    async with http_door(Words(said=PARTS[:5], special_at=0)) as door:
+    async with http_door(words(said=PARTS[:5], special_at=0)) as door:
         asked = {"messages": [{"role": "user", "content": "hi"}], "logprobs": True}
         (one,) = await choices(door, CHATS, **asked)
         rows = one["logprobs"]["content"]
@@ -167,7 +170,7 @@ async def test_an_answer_that_ends_within_a_character_loses_no_byte() -> None:
 
 
 async def test_a_character_that_the_prompt_began_is_joined_to_it() -> None:
-    async with http_door(Words(said="é".encode()[1:] + b"x", special_at=2)) as door:
+    async with http_door(words(said="é".encode()[1:] + b"x", special_at=2)) as door:
         prompt = [*b"a", "é".encode()[0]]
         (one,) = await choices(door, COMPLETIONS, prompt=prompt, logprobs=0)
         assert one["logprobs"]["tokens"] == ["é", "x", "<end>"]
@@ -175,7 +178,7 @@ async def test_a_character_that_the_prompt_began_is_joined_to_it() -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_the_rows_of_a_response_are_its_text(stream: bool) -> None:
-    async with http_door(Words(size=2)) as door:
+    async with http_door(words(size=2)) as door:
         include = ["message.output_text.logprobs"]
         asked = {"input": "hi", "include": include, "top_logprobs": 1, "stream": stream}
         answer = await door.ask(RESPONSES, asked)
@@ -188,7 +191,7 @@ async def test_the_rows_of_a_response_are_its_text(stream: bool) -> None:
 
 
 async def test_parts_of_a_prompts_characters_are_told_apart() -> None:
-    async with http_door(Words()) as door:
+    async with http_door(words()) as door:
         (one,) = await choices(door, COMPLETIONS, prompt="aé", prompt_logprobs=1)
         _, first, second = one["prompt_logprobs"]
         assert first[str(0xC3)]["decoded_token"] == ""
@@ -228,34 +231,6 @@ def _sentencepiece() -> Tokenizer:
     )
     backend.add_special_tokens(["</s>", "<|end|>"])
     return Tokenizer(backend, eos_ids=(1,), special_tokens={}, chat_templates={"default": TEMPLATE})
-
-
-@dataclass
-class Decoded(FakePath):
-    """Says tokens of `codec`, some an event, until a stop string is complete."""
-
-    codec: Tokenizer = field(default_factory=_sentencepiece)
-    says: tuple[int, ...] = ()
-    size: int = 1
-
-    async def stream(self, request: Request) -> AsyncIterator[StreamEvent]:
-        text, asks = TokenStream.of(self.codec, request), request.sampling.prompt_logprobs
-        for first in range(0, len(self.says), self.size):
-            made = text.push(self.says[first : first + self.size])
-            some = self.says[first : first + self.size][: made.tokens_kept]
-            last = made.stopped or first + self.size >= len(self.says)
-            yield StreamEvent(
-                0,
-                first,
-                some,
-                made.text + (text.finish() if last else ""),
-                tuple(TokenLogprobs(-0.5, ((one, -0.5),)) for one in some),
-                FinishReason.STOP if last else None,
-                Usage(len(request.prompt_token_ids), first + len(some)) if last else None,
-                prompt_logprobs=scores_of(request) if asks is not None and first == 0 else None,
-            )
-            if last:
-                return
 
 
 SAID = {
