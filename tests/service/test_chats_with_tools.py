@@ -43,11 +43,10 @@ from tests.service.chats import (
     whole,
 )
 from tests.service.doors import make_frontend
-from tests.service.http_doors import HttpDoor, http_door, taken
+from tests.service.http_doors import CHATS, HttpDoor, http_door, taken
 
 opens = script_door
 TOOLS = (ChatTool("weather", "of a city", SCHEMA),)
-CHATS = "/v1/chat/completions"
 
 
 @pytest.mark.parametrize(("characters", "cut"), [(1, False), (3, True), (1000, False)])

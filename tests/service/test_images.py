@@ -31,10 +31,9 @@ from jdisagg.service.grpc.wire_chat import chat_from_proto, chat_to_proto
 from jdisagg.service.server import GenerationServer
 from models.image_resize import BICUBIC, resized
 from tests.service.doors import MODEL, FakePath, make_frontend
-from tests.service.http_doors import HttpDoor, http_door, running
+from tests.service.http_doors import CHATS, MESSAGES, RESPONSES, HttpDoor, http_door, running
 from tests.vision import IDS, VOCABULARY, data_url, file_of, pattern, vision_tokenizer
 
-CHATS, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/responses", "/v1/messages"
 IMAGE = pattern(60, 100)
 FILE = file_of(IMAGE)
 URL = data_url(FILE)
@@ -99,9 +98,9 @@ async def test_every_form_of_an_image_part_becomes_the_same_prompt(door: HttpDoo
         reply = await door.ask(CHATS, body)
         assert reply.status == 200
     response = {"input": said(shown, {"type": "input_text", "text": "What?"})}
-    assert (await door.ask(RESPONSES, response | {"max_output_tokens": 1})).status == 200
+    await door.served(RESPONSES, response | {"max_output_tokens": 1})
     message = {"messages": said(blocks, text)}
-    assert (await door.ask(MESSAGES, message | {"max_tokens": 1})).status == 200
+    await door.served(MESSAGES, message | {"max_tokens": 1})
     own = [ChatMessage("user", (ChatImage(FILE, "image/png"), "What?"))]
     async with AsyncClient(door.target) as client:
         await client.complete(messages=own, max_tokens=1)
@@ -137,8 +136,7 @@ async def test_anthropics_blocks_keep_their_order_and_results_of_tools_have_imag
         {"role": "assistant", "content": "d"},
         {"role": "user", "content": [result]},
     ]
-    answer = await door.ask(MESSAGES, {"messages": messages, "max_tokens": 1})
-    assert answer.status == 200, answer.body
+    await door.served(MESSAGES, {"messages": messages, "max_tokens": 1})
     shown = (
         await door.ask("/detokenize", {"tokens": door.path.requests[0].prompt_token_ids})
     ).fields

@@ -11,9 +11,8 @@ from jdisagg.grammar.json_blanks import without
 from jdisagg.grammar.structural_tags import structural_lark
 from jdisagg.request import Grammar, GrammarKind
 from tests.service.chats import TEMPLATE
-from tests.service.http_doors import HttpDoor, http_door
+from tests.service.http_doors import CHATS, COMPLETIONS, HI, RESPONSES, USUAL, HttpDoor, http_door
 
-COMPLETIONS, CHATS, RESPONSES = "/v1/completions", "/v1/chat/completions", "/v1/responses"
 SCHEMA = {"type": "object", "properties": {"b": {"type": "integer"}, "a": {"const": "é"}}}
 WRITTEN = json.dumps(SCHEMA)  # as `HttpDoor.ask` writes it
 AS_SCHEMA = Grammar(GrammarKind.JSON_SCHEMA, WRITTEN)
@@ -64,20 +63,10 @@ CASES += [
 async def test_what_one_door_takes_for_a_grammar_the_other_does_too() -> None:
     async with http_door() as door, AsyncClient(door.target) as client:
         for path, fields, grammar in CASES:
-            usual: dict[str, Any] = {
-                COMPLETIONS: {"prompt": "x", "max_tokens": 2},
-                CHATS: {"messages": [{"role": "user", "content": "x"}], "max_tokens": 2},
-                RESPONSES: {"input": "x", "max_output_tokens": 2},
-            }[path]
             seeded = {"seed": 3, "ignore_eos": True}
-            answer = await door.ask(path, usual | fields | seeded)
-            assert answer.status == 200, answer.body
+            answer = await door.served(path, USUAL[path] | fields | seeded)
             assert "jdisagg-ignored-fields" not in answer.headers
-            prompt: dict[str, Any] = (
-                {"prompt": "x"}
-                if path == COMPLETIONS
-                else {"messages": [{"role": "user", "content": "x"}]}
-            )
+            prompt: dict[str, Any] = {"prompt": "hi"} if path == COMPLETIONS else {"messages": HI}
             await client.complete(**prompt, max_tokens=2, grammar=grammar, **seeded)
             http, grpc = door.path.requests[-2:]
             assert http.sampling.grammar == grammar
@@ -96,12 +85,6 @@ LOOK_AHEAD: Any = {"type": "string", "pattern": "^(?!a)[a-z]+$"}
 MINE: Any = {"type": "object", "properties": {"a": LOOK_AHEAD, "b": {"type": "integer"}}}
 WITHOUT: Any = {"type": "object", "properties": {"a": {"type": "string"}, "b": {"type": "integer"}}}
 IGNORED = "jdisagg-ignored-fields"
-ASK: dict[str, dict[str, Any]] = {
-    COMPLETIONS: {"prompt": "x", "max_tokens": 1},
-    CHATS: {"messages": [{"role": "user", "content": "x"}], "max_tokens": 1},
-    RESPONSES: {"input": "x", "max_output_tokens": 1},
-    "/v1/messages": {"messages": [{"role": "user", "content": "x"}], "max_tokens": 1},
-}
 
 
 def _restricted(strict: bool) -> list[tuple[str, str, dict[str, Any]]]:
@@ -123,13 +106,12 @@ async def test_a_pattern_that_cannot_be_enforced_is_left_out_and_named_in_a_head
         *others,
         ("/v1/messages", "output_config", form),
     ]:
-        answer = await door.ask(path, {**ASK[path], name: value})
-        assert answer.status == 200, answer.body
+        answer = await door.served(path, {**USUAL[path], name: value})
         assert answer.headers[IGNORED].endswith(".properties.a.pattern"), (path, name)
         grammar = door.path.requests[-1].sampling.grammar
         assert grammar is not None and json.loads(grammar.text) == WITHOUT
     for path, name, value in _restricted(True):
-        answer = await door.ask(path, {**ASK[path], name: value})
+        answer = await door.ask(path, {**USUAL[path], name: value})
         assert (answer.status, answer.error["param"]) == (400, name)
         assert "properties.a.pattern: " in answer.error["message"]
         assert "look-around" in answer.error["message"]
@@ -143,7 +125,7 @@ async def test_the_same_holds_for_the_arguments_of_a_forced_call(strict: bool) -
     async with http_door(template=TEMPLATE) as door:
         for path, tool in tools.items():
             choice: Any = "required" if path != "/v1/messages" else {"type": "any"}
-            asked = {**ASK[path], "tools": [tool], "tool_choice": choice}
+            asked = {**USUAL[path], "tools": [tool], "tool_choice": choice}
             answer = await door.ask(path, asked)
             assert answer.status == (400 if strict else 200), answer.body
             if strict:
@@ -157,11 +139,11 @@ async def test_the_same_holds_for_the_arguments_of_a_forced_call(strict: bool) -
 
 async def test_a_number_of_a_tool_that_a_float_cannot_hold_is_refused() -> None:
     tool = {"name": "f", "parameters": {"properties": {"a": {"const": 2**53 + 1}}}}
-    asked = {**ASK[CHATS], "tools": [tool], "tool_choice": "required"}
+    asked = {**USUAL[CHATS], "tools": [tool], "tool_choice": "required"}
     async with http_door(template=TEMPLATE) as door:
         answer = await door.ask(CHATS, asked)
         assert answer.status == 400
         assert "tools.f.properties.a.const: the number 9007199254740993" in answer.error["message"]
-        assert (await door.ask(CHATS, asked | {"tool_choice": "auto"})).status == 200
+        await door.served(CHATS, asked | {"tool_choice": "auto"})
         shown = bytes(door.path.requests[-1].prompt_token_ids)
         assert b"9007199254740993" in shown

@@ -23,10 +23,17 @@ from tests.service.doors import (
     make_frontend,
     scores_of,
 )
-from tests.service.http_doors import HttpDoor, events, http_door, running
+from tests.service.http_doors import (
+    CHATS,
+    COMPLETIONS,
+    RESPONSES,
+    HttpDoor,
+    events,
+    http_door,
+    running,
+)
 
 LLAMA = Path(__file__).parents[3] / "models" / "tiny" / "llama"
-COMPLETIONS, CHATS, RESPONSES = "/v1/completions", "/v1/chat/completions", "/v1/responses"
 TEXT = "aé漢😀 b\n"
 PARTS = TEXT.encode()
 
@@ -71,8 +78,7 @@ def words(size: int = 1, said: bytes = PARTS, special_at: int = 3) -> Decoded:
 
 async def choices(door: HttpDoor, path: str, **asked: Any) -> list[dict[str, Any]]:
     """The choice of a whole reply, or those of a stream's chunks."""
-    answer = await door.ask(path, asked)
-    assert answer.status == 200, answer.body
+    answer = await door.served(path, asked)
     if not asked.get("stream"):
         return answer.fields["choices"]
     chunks = [json.loads(one) for one in events(answer.body)[:-1]]

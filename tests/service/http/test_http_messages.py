@@ -14,10 +14,9 @@ from jdisagg.request import GrammarKind, Request, StreamEvent
 from jdisagg.service.http import generation
 from tests.service.chats import CALLS, SCHEMA, TEMPLATE, THOUGHT, Script, prompts, say, script_door
 from tests.service.doors import CACHED, MODEL, FakePath
-from tests.service.http_doors import HttpDoor, http_door, taken
+from tests.service.http_doors import MESSAGES, HttpDoor, http_door, taken
 
 opens = script_door
-MESSAGES = "/v1/messages"
 HI: Any = {"max_tokens": 500, "messages": [{"role": "user", "content": "hi"}]}
 WEATHER: Any = {"name": "weather", "description": "of a city", "input_schema": SCHEMA}
 
@@ -279,8 +278,7 @@ async def test_a_text_may_have_every_form(door: HttpDoor) -> None:
     for block, shown in TEXTS:
         result = {"type": "tool_result", "tool_use_id": "c1", "content": [referred, block]}
         said = [HI["messages"][0], called, {"role": "user", "content": [result, block]}]
-        answer = await door.ask(MESSAGES, HI | {"messages": said})
-        assert answer.status == 200, answer.body
+        await door.served(MESSAGES, HI | {"messages": said})
         expected = f"<tool>weather\n{shown}(c1)<user>{shown}<assistant>"
         assert prompts(door)[-1].endswith(expected), block
 
@@ -291,7 +289,7 @@ async def test_a_call_in_the_history_is_accepted_however_it_is_written(door: Htt
     for given, city in (({"city": "Rom"}, "Rom"), ('{"city": "Rom"}', "Rom"), (None, ""), ("", "")):
         called = {"type": "tool_use", "name": "weather", "input": given}
         said = [HI["messages"][0], {"role": "assistant", "content": [thought, called]}]
-        assert (await door.ask(MESSAGES, HI | {"messages": said})).status == 200
+        await door.served(MESSAGES, HI | {"messages": said})
         assert f"<assistant><tool_call>weather {city} </tool_call>" in prompts(door)[-1], given
 
 
@@ -311,8 +309,7 @@ async def test_thinking_of_earlier_turns_is_cleared(door: HttpDoor) -> None:
     keeps += [({"keep": {"type": "all"}}, 1), (turns[0], 0), (turns[1], 1)]
     for keep, kept in keeps:
         edits = {"edits": [{"type": "clear_thinking_20251015", **keep}]}
-        answer = await door.ask(MESSAGES, HI | {"messages": said, "context_management": edits})
-        assert answer.status == 200, answer.body
+        await door.served(MESSAGES, HI | {"messages": said, "context_management": edits})
         shown = prompts(door)[-1]
         assert [shown.count(f"<think>{one}</think>") for one in "ab"] == [kept, 2], keep
 

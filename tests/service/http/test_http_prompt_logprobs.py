@@ -7,14 +7,11 @@ from typing import Any
 import pytest
 
 from tests.service.doors import expected_tokens
-from tests.service.http_doors import HttpDoor, events
-
-COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
+from tests.service.http_doors import CHATS, COMPLETIONS, HttpDoor, events
 
 
 async def choices(door: HttpDoor, **asked: Any) -> list[dict[str, Any]]:
-    answer = await door.ask(COMPLETIONS, asked)
-    assert answer.status == 200, answer.body
+    answer = await door.served(COMPLETIONS, asked)
     return answer.fields["choices"]
 
 

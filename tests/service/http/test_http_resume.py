@@ -18,9 +18,8 @@ from jdisagg.request import FinishReason, Request, SamplingParams
 from jdisagg.service.client.http_resume import ResumableSse, ResumingTransport
 from tests.service.chats import TEMPLATE, THOUGHT, WEATHER, Script
 from tests.service.doors import expected_tokens, text_of
-from tests.service.http_doors import HttpDoor, http_door, taken
+from tests.service.http_doors import CHATS, COMPLETIONS, HttpDoor, http_door, taken
 
-CHATS, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 TOKENS, STREAMS = 40, 64
 CHAT: Any = [{"role": "user", "content": "hi"}]
 
@@ -146,8 +145,7 @@ async def asked(door: HttpDoor, number: int, ids: list[str], **more: Any) -> lis
         "stream_options": {"include_usage": True},
         "resumption": resumption,
     }
-    answer = await door.ask(CHATS, fields | more)
-    assert answer.status == 200, answer.body
+    answer = await door.served(CHATS, fields | more)
     return frames(answer.body)
 
 

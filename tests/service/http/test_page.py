@@ -16,12 +16,11 @@ from tests.service.http.page_doors import (
     ManyWorkers,
     page_door,
 )
-from tests.service.http_doors import request
+from tests.service.http_doors import COMPLETIONS, request
 
 WEB = files("jdisagg.service.http") / "web"
 FILES = {file.name: file.read_text() for file in WEB.iterdir()}
 JSON_PATHS = ("/api/status", "/api/timelines", f"/api/timelines/{TRACE}")
-COMPLETIONS = "/v1/completions"
 
 
 async def test_the_page_and_all_files_that_it_names_are_served() -> None:

@@ -12,11 +12,10 @@ import pytest
 import pytest_asyncio
 
 from tests.service.http.request_fields import TABLE
-from tests.service.http_doors import HttpDoor, events, http_door
+from tests.service.http_doors import CHATS, COMPLETIONS, RESPONSES, HttpDoor, events, http_door
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
-CHATS, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
 # Shows every variable that a request may set.
 TEMPLATE = (
     "{% for t in tools or [] %}[{{ t.function.name }}]{% endfor %}"
@@ -218,8 +217,7 @@ async def door() -> AsyncIterator[HttpDoor]:
 
 async def made(door: HttpDoor, path: str, asked: dict[str, Any]) -> tuple[Any, Any]:
     """What the path gets to run, and the reply, both without what is drawn anew."""
-    answer = await door.ask(path, asked)
-    assert answer.status == 200, answer.body
+    answer = await door.served(path, asked)
     request = dataclasses.replace(door.path.requests[-1], life=0)
     if "request_id" not in asked and "rid" not in asked:
         request = dataclasses.replace(request, request_id="")
@@ -291,7 +289,7 @@ async def test_a_text_gets_no_bos_token_where_the_client_wants_none(
     monkeypatch.setattr(codec, "encode", encode)
     for wanted, first in (({}, [bos]), ({"add_special_tokens": False}, [])):
         asked = {"prompt": ["a", "b"], "max_tokens": 1} | wanted
-        assert (await door.ask(COMPLETIONS, asked)).status == 200
+        await door.served(COMPLETIONS, asked)
         made = [list(request.prompt_token_ids) for request in door.path.requests[-2:]]
         assert made == [[*first, ord("a")], [*first, ord("b")]]
         counted = await door.ask("/tokenize", {"prompt": "a"} | wanted)
