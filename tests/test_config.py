@@ -67,7 +67,12 @@ def test_a_layout_that_cannot_be_read_is_a_layout_error():
         override(EngineConfig(), ["decode.layout=dp2"])
 
 
-SERVICES = ({"port": -1}, {"max_message_bytes": 0}, {"drain_seconds": -0.1})
+SERVICES: list[dict[str, object]] = [
+    *({"port": -1}, {"max_message_bytes": 0}, {"drain_seconds": -0.1}),
+    *({"drain_seconds": float("nan")}, {"http_port": -1}, {"http_port": 65536}),
+    *({"http_port": 8700}, {"http_cors_origins": "chat.example"}),
+    *({"http_cors_origins": "https://a.example/page"}, {"http_cors_origins": "*, x"}),
+]
 PREFIXES: list[tuple[dict[str, object], str]] = [
     ({"disk_dir": "/kv"}, "prefix.disk_dir='/kv' and prefix.disk_gib=0 go together"),
     ({"disk_gib": 1.0}, "prefix.disk_dir='' and prefix.disk_gib=1 go together"),
@@ -84,7 +89,7 @@ PREFIXES: list[tuple[dict[str, object], str]] = [
 
 
 def test_a_service_and_a_prefix_cache_that_cannot_be_are_refused():
-    for fields in (*SERVICES, {"drain_seconds": float("nan")}):
+    for fields in SERVICES:
         with pytest.raises(ConfigError, match=f"service.{next(iter(fields))}"):
             ServiceConfig(**fields)  # type: ignore[arg-type]
     for fields, message in PREFIXES:

@@ -19,31 +19,10 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 PURE = (
-    "assembly",
-    "request",
-    "images",
-    "config",
-    "errors",
-    "json_pointer",
-    "clock",
-    "timeouts",
-    "token_bucket",
-    "spending",
-    "telemetry",
-    "trace_context",
-    "layout",
-    "grammar",
-    "guide",
-    "costs",
-    "messages",
-    "chat",
-    "router",
-    "scheduler",
-    "dispatch",
-    "worker",
-    "supervisor",
-    "observe",
-    "simulator",
+    *("assembly", "request", "images", "config", "errors", "json_pointer", "clock", "timeouts"),
+    *("token_bucket", "spending", "telemetry", "trace_context", "layout", "grammar", "guide"),
+    *("costs", "messages", "chat", "router", "scheduler", "dispatch", "worker", "supervisor"),
+    *("observe", "simulator"),
 )
 WITHOUT_JAX = ("service", "client")
 JAX = {"jax", "jaxlib", "flax", "orbax", "tensorstore", "optax"}

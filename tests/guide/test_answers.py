@@ -57,13 +57,6 @@ def test_all_three_ways_have_the_same_arrivals_and_all_finish() -> None:
         assert last == pytest.approx(request.finish, abs=0.01)
 
 
-def test_a_prefill_stops_the_streams_of_a_unified_mesh_and_of_no_other() -> None:
-    unified, chunked, apart = asked(FAST).ways
-    assert unified.pause_longest and chunked.pause_longest and apart.tpot_p90 and chunked.tpot_p90
-    assert unified.pause_longest > 4 * chunked.pause_longest
-    assert apart.tpot_p90 < chunked.tpot_p90
-
-
 def test_the_figures_of_a_mode_are_those_of_a_simulation_of_its_fleet() -> None:
     instance = replace(INSTANCE, chunk_tokens=512)
     pool = Pool(2, HARDWARE["h100"], instance)

@@ -24,6 +24,8 @@ NAMED = {"name": "part", "description": "a part", "schema": SCHEMA, "strict": Tr
 
 CASES: list[tuple[str, dict[str, Any], Grammar]] = [
     (CHATS, {"response_format": {"type": "json_object"}}, AS_OBJECT),
+    (CHATS, {"response_format": {"type": "json_object", "schema": SCHEMA}}, AS_SCHEMA),
+    (CHATS, {"response_format": {"type": "json_schema", "schema": SCHEMA}}, AS_SCHEMA),
     (CHATS, {"response_format": {"type": "json_schema", "json_schema": NAMED}}, AS_SCHEMA),
     (COMPLETIONS, {"response_format": {"type": "json_schema", "json_schema": NAMED}}, AS_SCHEMA),
     (RESPONSES, {"text": {"format": {"type": "json_schema", **NAMED}}}, AS_SCHEMA),

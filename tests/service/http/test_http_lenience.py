@@ -254,6 +254,14 @@ REASONING: list[tuple[dict[str, Any], str]] = [
     ({"reasoning": {"effort": "none"}}, "False none"),
     ({"reasoning": {"enabled": True}, "enable_thinking": False}, "False None"),
     ({"reasoning_effort": "low", "reasoning": {"effort": "high"}}, "None low"),
+    ({"reasoning_effort": "none"}, "False none"),
+    ({"enable_thinking": False}, "False None"),
+    ({"thinking": {"type": "disabled"}}, "False None"),
+    ({"thinking": {"type": "adaptive"}}, "None None"),
+    (
+        {"chat_template_kwargs": {"enable_thinking": False}, "thinking": {"type": "enabled"}},
+        "False None",
+    ),
 ]
 
 
@@ -320,24 +328,3 @@ async def test_what_needs_a_model_of_another_kind_is_refused_by_name(door: HttpD
         answer = await door.ask(path, {"input": "x", "model": "tiny"})
         assert answer.status == 404
         assert f"{path} is not served: the model generates" in str(answer.body)
-
-
-async def test_a_schema_with_words_of_pydantic_and_openapi_is_served(door: HttpDoor) -> None:
-    schema = {"type": "object", "properties": {"format": {"type": "string", "format": "password"}}}
-    wanted = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
-    await prompt_of(door, HI, response_format=wanted)
-    tool = {"type": "function", "function": {"name": "f", "parameters": schema}}
-    await prompt_of(door, HI, tools=[tool], tool_choice="required")
-
-
-async def test_an_empty_text_is_a_prompt_where_the_tokenizer_adds_a_token() -> None:
-    async with http_door(template=TEMPLATE) as door:
-        codec: Any = door.frontend.prompts.codec
-        encode = codec.encode
-        codec.encode = lambda text, add_special_tokens=True: [0, *encode(text)]
-        for prompt, expected in (("", [(0,)]), (["a", "", "b"], [(0, 97), (0,), (0, 98)])):
-            door.path.requests.clear()
-            await door.served(COMPLETIONS, {"prompt": prompt, "max_tokens": 1})
-            prompts = [request.prompt_token_ids for request in door.path.requests]
-            assert sorted(prompts) == sorted(expected)
-        assert (await door.ask("/tokenize", {"prompt": ""})).fields["tokens"] == [0]

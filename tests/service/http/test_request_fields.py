@@ -292,30 +292,7 @@ async def test_a_text_gets_no_bos_token_where_the_client_wants_none(
         await door.served(COMPLETIONS, asked)
         made = [list(request.prompt_token_ids) for request in door.path.requests[-2:]]
         assert made == [[*first, ord("a")], [*first, ord("b")]]
+        asked |= {"prompt": ["a", ""]}
+        assert (await door.ask(COMPLETIONS, asked)).status == (200 if first else 400)
         counted = await door.ask("/tokenize", {"prompt": "a"} | wanted)
         assert counted.fields["tokens"] == [*first, ord("a")]
-
-
-async def test_a_schema_is_followed_wherever_it_stands(door: HttpDoor) -> None:
-    schema = {"type": "object", "required": ["a"]}
-    for wanted in (
-        {"type": "json_object", "schema": schema},
-        {"type": "json_schema", "schema": schema},
-        {"type": "json_schema", "json_schema": {"schema": schema}},
-    ):
-        await made(door, CHATS, USUAL[CHATS] | {"response_format": wanted})
-        grammar = door.path.requests[-1].sampling.grammar
-        assert grammar is not None and '"required"' in grammar.text
-
-
-async def test_thinking_is_switched_by_the_fields_of_several_apis(door: HttpDoor) -> None:
-    for switch in (
-        {"thinking": {"type": "disabled"}},
-        {"enable_thinking": False},
-        {"reasoning_effort": "none"},
-        {"chat_template_kwargs": {"enable_thinking": False}, "thinking": {"type": "enabled"}},
-    ):
-        request, _ = await made(door, CHATS, USUAL[CHATS] | switch)
-        assert b"quiet" in bytes(request.prompt_token_ids)
-    request, _ = await made(door, CHATS, USUAL[CHATS] | {"thinking": {"type": "adaptive"}})
-    assert b"quiet" not in bytes(request.prompt_token_ids)
