@@ -46,13 +46,6 @@ def test_a_client_of_several_routers_gets_its_rate_once(count: int) -> None:
     )
 
 
-def test_without_exchange_it_would_get_it_from_each() -> None:
-    routers = [Spending(1), Spending(2)]
-    assert let_in(routers, 2 * SECONDS, random.Random(0)) == pytest.approx(
-        2 * RATE * (SECONDS + BURST_SECONDS), rel=0.02
-    )
-
-
 def test_a_tenant_spends_from_one_quota_and_a_refused_request_gives_back_at_all_routers() -> None:
     routers = [Spending(1), Spending(2)]
     uses = [router.exchange((), 0.0, 2) for router in routers]

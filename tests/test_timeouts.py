@@ -21,30 +21,25 @@ def test_a_backoff_doubles_up_to_its_bound_however_often_it_failed() -> None:
     assert waits == pytest.approx([0.02, 0.04, 0.08, 1.0, 1.0])
 
 
-@pytest.mark.parametrize(
-    "make, message",
-    [
-        (lambda: Backoff(2.0, 1.0), "first_seconds=2 must not exceed most_seconds=1"),
-        (
-            lambda: MembershipTimeouts(heartbeat_seconds=2.0),
-            "heartbeat_seconds=2 must not exceed suspect_seconds=1.5",
-        ),
-        (
-            lambda: MembershipTimeouts(gone_seconds=1.0),
-            "suspect_seconds=1.5 must not exceed gone_seconds=1",
-        ),
-        (lambda: HandoffTimeouts(pull_tries=0), "HandoffTimeouts.pull_tries must be positive"),
-        (
-            lambda: LimitsConfig(
-                timeouts=Timeouts(handoff=HandoffTimeouts(heartbeat_seconds=10.0))
-            ),
-            "handoff_lease_seconds=7.0 must be at least 15.*heartbeat_seconds=10",
-        ),
-    ],
-)
-def test_waits_that_contradict_each_other_are_refused_by_both_names(make, message) -> None:
-    with pytest.raises(ConfigError, match=message):
-        make()
+CONTRADICTIONS = {
+    "first_seconds=2 must not exceed most_seconds=1": lambda: Backoff(2.0, 1.0),
+    "heartbeat_seconds=2 must not exceed suspect_seconds=1.5": (
+        lambda: MembershipTimeouts(heartbeat_seconds=2.0)
+    ),
+    "suspect_seconds=1.5 must not exceed gone_seconds=1": (
+        lambda: MembershipTimeouts(gone_seconds=1.0)
+    ),
+    "HandoffTimeouts.pull_tries must be positive": lambda: HandoffTimeouts(pull_tries=0),
+    "handoff_lease_seconds=7.0 must be at least 15.*heartbeat_seconds=10": (
+        lambda: LimitsConfig(timeouts=Timeouts(handoff=HandoffTimeouts(heartbeat_seconds=10.0)))
+    ),
+}
+
+
+def test_waits_that_contradict_each_other_are_refused_by_both_names() -> None:
+    for message, make in CONTRADICTIONS.items():
+        with pytest.raises(ConfigError, match=message):
+            make()
 
 
 def test_scaled_timeouts_keep_their_relations_and_their_counts() -> None:

@@ -119,21 +119,27 @@ TYPED = [
 ]
 
 
-@pytest.mark.parametrize(("schema", "text", "value"), TYPED, ids=str)
-def test_a_text_is_a_value_of_the_schema(schema: object, text: str, value: object) -> None:
-    parameters = {"type": "object", "properties": {"x": schema}, "$defs": DEFS}
-    made = json.loads(as_json(text, allowed_of(parameters, "x")))
-    assert made == value and type(made) is type(value)
+def test_a_text_is_a_value_of_the_schema() -> None:
+    wrong = []
+    for schema, text, value in TYPED:
+        parameters = {"type": "object", "properties": {"x": schema}, "$defs": DEFS}
+        made = json.loads(as_json(text, allowed_of(parameters, "x")))
+        if made != value or type(made) is not type(value):
+            wrong.append((schema, text, made))
+    assert not wrong
 
 
 @pytest.mark.parametrize("name", ["glm45", "qwen3_coder", "seed_oss", "minimax_m2"])
-@pytest.mark.parametrize("at", range(0, len(TYPED), 5))
-def test_every_parser_of_tags_types_alike(name: str, at: int) -> None:
-    schema, text, value = TYPED[at]
-    tools = {"run": {"type": "object", "properties": {"x": schema}, "$defs": DEFS}}
-    written = WRITERS[name][0]([("run", {"x": text})])
-    for pieces in ([written], written):
-        assert read(TOOL_PARSERS[name](tools), pieces).parsed() == [("run", {"x": value})]
+def test_every_parser_of_tags_types_alike(name: str) -> None:
+    wrong = []
+    for schema, text, value in TYPED[::5]:
+        tools = {"run": {"type": "object", "properties": {"x": schema}, "$defs": DEFS}}
+        written = WRITERS[name][0]([("run", {"x": text})])
+        for pieces in ([written], written):
+            made = read(TOOL_PARSERS[name](tools), pieces).parsed()
+            if made != [("run", {"x": value})]:
+                wrong.append((schema, text, made))
+    assert not wrong
 
 
 @pytest.mark.parametrize(

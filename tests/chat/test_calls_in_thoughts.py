@@ -8,8 +8,7 @@ from hypothesis import given, settings
 
 from jdisagg.chat.answer import AnswerParser
 from jdisagg.chat.formats import TOOL_PARSERS, AnswerFormat
-from tests.chat.test_tool_parsers import FORMS, FRAGMENTS, SCHEMAS, cut
-from tests.chat.transcripts import Answer, Call, read
+from tests.chat.transcripts import FORMS, FRAGMENTS, SCHEMAS, Call, alike, read
 
 
 def parser(name: str, thinking: bool = True) -> AnswerParser:
@@ -46,17 +45,10 @@ def test_a_thought_about_a_call_stays_a_thought(
 
 @pytest.mark.parametrize("name", TOOL_PARSERS)
 @given(data=st.data(), thinking=st.booleans())
-@settings(max_examples=60)
+@settings(max_examples=15)
 def test_any_thought_is_read_the_same_however_it_is_cut(
     name: str, data: st.DataObject, thinking: bool
 ) -> None:
     pieces = st.sampled_from([*FRAGMENTS[name], "<think>", "</think>", "\n\n"])
     text = "".join(data.draw(st.lists(pieces, max_size=12)))
-    whole = read(parser(name, thinking), [text])
-    assert read(parser(name, thinking), cut(data, text)) == whole
-    one_by_one, at_once = parser(name, thinking), parser(name, thinking)
-    some, same = Answer(), Answer()
-    for character in text:
-        some.add(one_by_one.push(character))
-    same.add(at_once.push(text))
-    assert some == same
+    alike(lambda: parser(name, thinking), data, text)

@@ -10,7 +10,7 @@ from jdisagg.chat.messages import ChatMessage, ChatPrompt, ChatTool, ToolChoice,
 from jdisagg.errors import InvalidRequestError
 from jdisagg.request import Grammar
 from tests.chat.transcripts import read
-from tests.grammar.walks import EOS, allowed, begin, ids_of, text, walk
+from tests.grammar.matching import allowed, begin, ends, ids_of, text, walk
 
 WEATHER = {
     "type": "object",
@@ -39,10 +39,6 @@ def grammar_of(prompt: ChatPrompt) -> Grammar:
     return grammar
 
 
-def may_end(grammar: Grammar, written: str) -> bool:
-    return bool(set(EOS) & set(allowed(begin(grammar, ids_of(written)))))
-
-
 @pytest.mark.parametrize("name", ["", "weather"])
 def test_what_the_grammar_lets_through_is_calls_of_the_tools_by_their_schemas(name: str) -> None:
     grammar = grammar_of(required(tool_name=name))
@@ -63,12 +59,12 @@ def test_what_the_grammar_lets_through_is_calls_of_the_tools_by_their_schemas(na
 def test_a_named_call_and_one_without_company_are_made_once() -> None:
     one = '{"name": "weather", "arguments": {"days": 7, "metric": true}}'
     several = f"[{one}, {one}]"
-    assert may_end(grammar_of(required()), f"[{one}]")
-    assert may_end(grammar_of(required()), several)
-    assert not may_end(grammar_of(required()), "[]")
+    assert ends(grammar_of(required()), f"[{one}]")
+    assert ends(grammar_of(required()), several)
+    assert not ends(grammar_of(required()), "[]")
     for once in (required(tool_name="weather"), required(parallel_tool_calls=False)):
-        assert may_end(grammar_of(once), f"[{one}]")
-        assert not may_end(grammar_of(once), several)
+        assert ends(grammar_of(once), f"[{one}]")
+        assert not ends(grammar_of(once), several)
     assert read(ForcedParser(), several).parsed() == [("weather", {"days": 7, "metric": True})] * 2
 
 
@@ -76,7 +72,7 @@ def test_blanks_do_not_fill_an_answer() -> None:
     grammar = grammar_of(required(tool_name="weather"))
     spaced = '[ { "name" : "weather" , "arguments" : { "days" : 7 , "metric" : true } } ]'
     for written in (spaced, spaced.replace(" ", "")):
-        assert may_end(grammar, written)
+        assert ends(grammar, written)
     (blank,), (line,) = ids_of(" "), ids_of("\n")
     for at in (at for at, character in enumerate(spaced) if character == " "):
         assert not {blank, line} & set(allowed(begin(grammar, ids_of(spaced[: at + 1])))), at

@@ -8,47 +8,46 @@ from jdisagg.chat.call_arguments import arguments_object
 from jdisagg.chat.call_ids import with_ids
 from jdisagg.chat.messages import ChatMessage, ToolCall, shown_messages
 
+ARGUMENTS: list[tuple[str, dict[str, object]]] = [
+    ("", {}),
+    ("null", {}),
+    ("{}", {}),
+    ("  \n", {}),
+    ('{"x": 1}', {"x": 1}),
+    # cut off by the length limit
+    ('{"x": tr', {}),
+    ('{"x', {}),
+    ("{", {}),
+    ('{"x": 1', {"x": 1}),
+    ('{"x": 1, "y', {"x": 1}),
+    ('{"x": 1, "y": ', {"x": 1}),
+    ('{"x": "Par', {"x": "Par"}),
+    ('{"x": "a\\', {"x": "a"}),
+    ('{"x": "a\\u00', {"x": "a"}),
+    ('{"x": [1, {"y": "z', {"x": [1, {"y": "z"}]}),
+    ('{"x": {"y": 1}, "z": [tr', {"x": {"y": 1}, "z": []}),
+    # text behind them
+    ('{"x": 1} and so on', {"x": 1}),
+    ('{"x": 1}}', {"x": 1}),
+    ('{"x": 1}\n</tool_call>', {"x": 1}),
+    ('{"x": 1}{"y": 2}', {"x": 1}),
+    # other forms
+    ("{'x': True}", {"x": True}),
+    ('"{\\"x\\": 1}"', {"x": 1}),
+    ('"null"', {}),
+    ('{"x": "a\nb"}', {"x": "a\nb"}),
+    ("Paris", {"arguments": "Paris"}),
+    ('"Paris"', {"arguments": "Paris"}),
+    ("[1, 2]", {"arguments": [1, 2]}),
+    ("5", {"arguments": 5}),
+    ('{"x": "\\ud800"}', {"x": "?"}),
+    ("{]", {}),
+]
 
-@pytest.mark.parametrize(
-    ("text", "arguments"),
-    [
-        ("", {}),
-        ("null", {}),
-        ("{}", {}),
-        ("  \n", {}),
-        ('{"x": 1}', {"x": 1}),
-        # cut off by the length limit
-        ('{"x": tr', {}),
-        ('{"x', {}),
-        ("{", {}),
-        ('{"x": 1', {"x": 1}),
-        ('{"x": 1, "y', {"x": 1}),
-        ('{"x": 1, "y": ', {"x": 1}),
-        ('{"x": "Par', {"x": "Par"}),
-        ('{"x": "a\\', {"x": "a"}),
-        ('{"x": "a\\u00', {"x": "a"}),
-        ('{"x": [1, {"y": "z', {"x": [1, {"y": "z"}]}),
-        ('{"x": {"y": 1}, "z": [tr', {"x": {"y": 1}, "z": []}),
-        # text behind them
-        ('{"x": 1} and so on', {"x": 1}),
-        ('{"x": 1}}', {"x": 1}),
-        ('{"x": 1}\n</tool_call>', {"x": 1}),
-        ('{"x": 1}{"y": 2}', {"x": 1}),
-        # other forms
-        ("{'x': True}", {"x": True}),
-        ('"{\\"x\\": 1}"', {"x": 1}),
-        ('"null"', {}),
-        ('{"x": "a\nb"}', {"x": "a\nb"}),
-        ("Paris", {"arguments": "Paris"}),
-        ('"Paris"', {"arguments": "Paris"}),
-        ("[1, 2]", {"arguments": [1, 2]}),
-        ("5", {"arguments": 5}),
-        ('{"x": "\\ud800"}', {"x": "?"}),
-        ("{]", {}),
-    ],
-)
-def test_arguments_of_any_form_become_an_object(text: str, arguments: dict[str, object]) -> None:
-    assert arguments_object(text) == arguments
+
+def test_arguments_of_any_form_become_an_object() -> None:
+    made = {text: arguments_object(text) for text, _ in ARGUMENTS}
+    assert made == dict(ARGUMENTS)
 
 
 def test_an_object_may_be_cut_anywhere() -> None:

@@ -2,10 +2,15 @@
 and what a parser made of a text."""
 
 import json
-from collections.abc import Iterable
+import re
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
+import hypothesis.strategies as st
+import pytest
+
 from jdisagg.chat.answer import AnswerDelta, AnswerParser
+from jdisagg.chat.formats import TOOL_PARSERS
 
 Call = tuple[str, dict[str, object]]
 
@@ -268,3 +273,55 @@ WRITERS = {
     "seed_oss": [seed],
     "minimax_m2": [minimax],
 }
+
+
+FORMS = pytest.mark.parametrize(
+    ("name", "write"),
+    [(name, write) for name, writers in WRITERS.items() for write in writers],
+    ids=lambda value: value if isinstance(value, str) else value.__name__,
+)
+
+
+SCHEMAS = {
+    "get_weather": {"properties": {"city": {"type": "string"}, "days": {"type": "integer"}}},
+    "f-2.x": {"properties": {}},
+    "run": {},
+}
+
+
+def cut(data: st.DataObject, text: str) -> list[str]:
+    places = sorted(data.draw(st.sets(st.integers(0, len(text)), max_size=12)))
+    return [text[a:b] for a, b in zip([0, *places], [*places, len(text)], strict=True)]
+
+
+FRAGMENTS = {
+    name: sorted(
+        {piece for write in writers for piece in re.split(r"(\W)", write([("run", {"x": "y"})]))}
+        | {'{"name": "run", "arguments": {', "}}", '"', "\\", "<", "[", "{", "```", "\n", "é"}
+        | {write([("run", {"x": 1})]) for write in writers}
+        | {
+            marker
+            for marker in vars(TOOL_PARSERS[name]).values()
+            if isinstance(marker, str) and 0 < len(marker) < 40
+        }
+    )
+    for name, writers in WRITERS.items()
+}
+
+
+def parsed(name: str, pieces: Iterable[str]) -> Answer:
+    """What the parser of a format makes of a text, with the tools of SCHEMAS."""
+    return read(TOOL_PARSERS[name](SCHEMAS), pieces)
+
+
+def alike(make: Callable[[], AnswerParser], data: st.DataObject, text: str) -> Answer:
+    """A text is read the same however it is cut, and what was given out after some text is a
+    function of that text."""
+    whole = read(make(), [text])
+    assert read(make(), cut(data, text)) == whole
+    one_by_one, at_once, some, same = make(), make(), Answer(), Answer()
+    for character in text:
+        some.add(one_by_one.push(character))
+    same.add(at_once.push(text))
+    assert some == same
+    return whole

@@ -5,7 +5,7 @@ import pytest
 from jdisagg.dispatch.options import MAX_ALLOWED_TOKENS, SamplingOptions, restricted
 from jdisagg.errors import InvalidRequestError
 from jdisagg.request import Grammar, GrammarKind
-from tests.grammar.walks import EOS, allowed, begin, ids_of, text, walk
+from tests.grammar.matching import EOS, allowed, begin, ids_of, text, walk
 
 
 def grammar_of(**options: object) -> Grammar:

@@ -10,7 +10,7 @@ from absl import flags as absl
 
 from launch.__main__ import COMMANDS
 from launch.console import parsed
-from tests.docs.test_pages import PAGES, ROOT
+from tests.docs.pages import PAGES, ROOT
 
 Command = tuple[str, ...]
 

@@ -6,13 +6,10 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.docs.pages import PAGES, ROOT
+
 WIDTH = 120
 MOST_LINES = 220  # about five screens
-PAGES = [
-    *(ROOT / f"{name}.md" for name in ("README", "BUILD", "CHANGELOG", "CONTRIBUTING", "SECURITY")),
-    *sorted((ROOT / "docs").glob("*.md")),
-]
 WRAPPED = [*PAGES, *(ROOT / "benchmarks" / name for name in ("LOG.md", "STATUS.md", "README.md"))]
 # Paths are given from the root, or from the package where a page says so.
 BASES = ("", "jdisagg", "docs")

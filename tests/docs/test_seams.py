@@ -2,17 +2,20 @@
 who implements it."""
 
 import ast
-from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def modules() -> Iterator[tuple[str, ast.Module]]:
-    for package in ("jdisagg", "models", "launch", "configs"):
-        for path in sorted((ROOT / package).rglob("*.py")):
-            if "_pb2" not in path.name:
-                yield str(path.relative_to(ROOT)), ast.parse(path.read_text())
+@cache
+def modules() -> list[tuple[str, ast.Module]]:
+    return [
+        (str(path.relative_to(ROOT)), ast.parse(path.read_text()))
+        for package in ("jdisagg", "models", "launch", "configs")
+        for path in sorted((ROOT / package).rglob("*.py"))
+        if "_pb2" not in path.name
+    ]
 
 
 def asked_of(protocol: ast.ClassDef) -> list[ast.FunctionDef | ast.AsyncFunctionDef]:
@@ -27,9 +30,8 @@ def asked_of(protocol: ast.ClassDef) -> list[ast.FunctionDef | ast.AsyncFunction
 
 
 def test_every_module_says_what_it_is() -> None:
-    found = list(modules())
-    assert len(found) > 300
-    assert not [path for path, tree in found if not ast.get_docstring(tree) and tree.body]
+    assert len(modules()) > 300
+    assert not [path for path, tree in modules() if not ast.get_docstring(tree) and tree.body]
 
 
 def test_every_protocol_says_what_it_asks_as_a_whole_or_call_by_call() -> None:

@@ -19,7 +19,7 @@ from tests.end_to_end.process_clusters import (
     launched,
     oracle,
 )
-from tests.service.test_credentials import OPENSSL, certificates_in
+from tests.service.certificates import OPENSSL, certificates_in
 
 pytestmark = pytest.mark.ci
 

@@ -15,8 +15,8 @@ from jdisagg.timeouts import RequestTimeouts, Timeouts
 from tests.end_to_end.doors import SENTENCE, Served, mixed_requests, served
 from tests.end_to_end.schemas import random_schema
 from tests.service.doors import FakePath
-from tests.service.http.test_http_equals_grpc import both
 from tests.service.http_doors import HttpDoor
+from tests.service.parity import both
 from tests.shapes import config
 from tests.time_scale import seconds
 

@@ -11,7 +11,7 @@ from jdisagg.grammar.chat_answers import (
     with_thought_and_calls,
 )
 from jdisagg.request import Grammar, GrammarKind
-from tests.grammar.walks import EOS, TOKENIZER, allowed, begin, ids_of
+from tests.grammar.matching import TOKENIZER, ends
 
 AGE = Grammar(
     GrammarKind.JSON_SCHEMA,
@@ -69,8 +69,7 @@ def test_a_grammar_leaves_thought_and_calls_free_and_binds_the_content(
 ) -> None:
     made = with_thought_and_calls(grammar, marks, begun, calls)
     assert may_think_or_call(made) and not may_think_or_call(grammar)
-    found = allowed(begin(made, ids_of(said)))
-    assert (bool(set(EOS) & set(found)) if found else None) == may_end
+    assert ends(made, said) == may_end
 
 
 @pytest.mark.parametrize(

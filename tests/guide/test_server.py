@@ -46,23 +46,18 @@ def test_the_page_and_all_files_that_it_names_are_served_and_no_others_exist() -
             todo += imported - named
             named |= imported
         assert named | {"index.html"} == set(web_files())
+        for path in ("/web/", "/web/nothing.js", "/web/../server.py", "/api/guide"):
+            assert ask(server, path)[0] == 404
+        with pytest.raises(ConfigError, match=f"127.0.0.1:{server.server_port}.*--http_port"):
+            GuideServer(server.server_port)
 
 
-@pytest.mark.parametrize("path", ["/web/", "/web/nothing.js", "/web/../server.py", "/api/guide"])
-def test_nothing_but_the_pages_files_is_served_as_one(path: str) -> None:
-    with guide_server() as server:
-        assert ask(server, path)[0] == 404
-
-
-@pytest.mark.parametrize("name", sorted(OWN))
-def test_no_file_names_an_outside_address_or_turns_text_into_html_or_code(name: str) -> None:
-    assert not re.search(r"https?:|[\"'(]//|@import|wss?:", OWN[name])
+def test_no_file_names_an_outside_address_or_turns_text_into_html_or_code() -> None:
     ways = r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|eval\(|Function\(|srcdoc"
-    assert not re.search(ways, OWN[name])
-
-
-def test_the_page_has_no_script_or_style_of_its_own() -> None:
-    """The content security policy would refuse it."""
+    for name, text in OWN.items():
+        assert not re.search(r"https?:|[\"'(]//|@import|wss?:", text), name
+        assert not re.search(ways, text), name
+    # The content security policy would refuse scripts and styles of the page's own.
     assert not re.search(r"<style|\sstyle=|\son\w+=", INDEX)
     assert re.findall(r"<script[^>]*>([^<]*)</script>", INDEX) == [""]
 
@@ -84,14 +79,6 @@ def test_questions_are_answered_over_http_and_refused_by_name() -> None:
             status, content = ask(server, path, body)
             assert status == 400 and field in json.loads(content)["error"]["message"]
         assert ask(server, "/api/other", b"{}")[0] == 404
-
-
-def test_a_taken_port_is_refused_with_a_remedy() -> None:
-    with (
-        guide_server() as server,
-        pytest.raises(ConfigError, match=f"127.0.0.1:{server.server_port}.*--http_port"),
-    ):
-        GuideServer(server.server_port)
 
 
 def test_the_command_says_where_the_guide_is_and_loads_no_jax() -> None:

@@ -18,7 +18,7 @@ from tests.hosts.lab import (
     lab,
     wait_until,
 )
-from tests.service.test_credentials import OPENSSL, certificates_in
+from tests.service.certificates import OPENSSL, certificates_in
 
 pytestmark = [pytest.mark.ci, pytest.mark.skipif(bool(missing()), reason=missing())]
 

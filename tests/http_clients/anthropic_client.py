@@ -1,44 +1,16 @@
 """anthropic-sdk-python: messages, their streams, tools in a loop, typed answers and errors."""
 
-import asyncio
-from typing import Literal
-
 import anthropic
 import checks
-from checks import CITIES, KEY, MODEL, STORY, TOOL_TOKENS
-from pydantic import BaseModel
+from checks import CITIES, CITY, KEY, MODEL, STORY, TOOL_TOKENS, Dog, strict
 
 CHAT = [{"role": "user", "content": STORY}]
+WEATHER = {"name": "weather", "description": "Of a city.", "input_schema": CITY}
 ASKED = {"model": MODEL, "messages": CHAT, "extra_body": {"temperature": 0}}
-WEATHER = {
-    "name": "weather",
-    "description": "Of a city.",
-    "input_schema": {
-        "type": "object",
-        "properties": {"city": {"enum": list(CITIES)}},
-        "required": ["city"],
-        "additionalProperties": False,
-    },
-}
-
-
-class Dog(BaseModel):
-    name: Literal["Rex", "Bo"]
-    age: Literal[1, 2, 3]
 
 
 def client(url: str) -> anthropic.Anthropic:
     return anthropic.Anthropic(base_url=url, api_key=KEY, max_retries=0)
-
-
-def strict(reply: BaseModel) -> None:
-    """Clients build their objects of whatever comes; this holds a reply against their types."""
-    type(reply).model_validate(reply.model_dump(warnings=False, by_alias=True), strict=True)
-
-
-def test_the_model_is_listed(url: str) -> None:
-    (model,) = client(url).models.list()
-    assert model.id == MODEL and client(url).models.retrieve(MODEL).display_name == MODEL
 
 
 def test_a_message_and_its_stream_say_the_same(url: str) -> None:
@@ -95,22 +67,6 @@ def test_a_tool_is_called_and_its_result_goes_back(url: str) -> None:
 def test_a_typed_answer(url: str) -> None:
     reply = client(url).messages.parse(**ASKED, max_tokens=TOOL_TOKENS, output_format=Dog)
     assert isinstance(reply.parsed_output, Dog)
-
-
-def test_a_message_goes_on_where_it_was_begun(url: str) -> None:
-    begun = [*CHAT, {"role": "assistant", "content": "Once upon a"}]
-    reply = client(url).messages.create(model=MODEL, messages=begun, max_tokens=6)
-    assert reply.content and not reply.content[0].text.startswith("Once")
-
-
-async def test_many_streams_at_once(url: str) -> None:
-    ours = anthropic.AsyncAnthropic(base_url=url, api_key=KEY, max_retries=0)
-
-    async def one() -> str:
-        async with ours.messages.stream(**ASKED, max_tokens=16) as stream:
-            return await stream.get_final_text()
-
-    assert len({*await asyncio.gather(*[one() for _ in range(8)])}) == 1
 
 
 def test_errors_have_their_types(url: str) -> None:

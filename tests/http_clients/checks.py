@@ -6,6 +6,9 @@ import inspect
 import sys
 import traceback
 from collections.abc import Callable
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict
 
 MODEL = "llama"
 KEY = "none"
@@ -13,6 +16,27 @@ STORY = "Tell me a story"
 # A small model at temperature 1 writes blanks where a grammar lets it; 0 has the same each time.
 TOOL_TOKENS = 200
 CITIES = ("Rome", "Ulm")
+CITY = {
+    "type": "object",
+    "properties": {"city": {"enum": list(CITIES)}},
+    "required": ["city"],
+    "additionalProperties": False,
+}
+WEATHER = {"type": "function", "function": {"name": "weather", "strict": True, "parameters": CITY}}
+
+
+class Dog(BaseModel):
+    """A typed answer."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    name: Literal["Rex", "Bo"]
+    age: Literal[1, 2, 3]
+
+
+def strict(reply: BaseModel) -> None:
+    """Clients build their objects of whatever comes; this holds a reply against their types."""
+    type(reply).model_validate(reply.model_dump(warnings=False, by_alias=True), strict=True)
 
 
 def run(checks: dict[str, Callable[[str], object]]) -> None:

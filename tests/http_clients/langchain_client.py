@@ -3,17 +3,10 @@
 from typing import Literal
 
 import checks
-import openai
-from checks import CITIES, KEY, MODEL, STORY, TOOL_TOKENS
+from checks import CITIES, KEY, MODEL, STORY, TOOL_TOKENS, Dog
 from langchain_core.messages import AIMessage, HumanMessage, SystemMessage, ToolMessage
 from langchain_core.tools import tool
-from langchain_openai import ChatOpenAI, OpenAI, OpenAIEmbeddings
-from pydantic import BaseModel
-
-
-class Dog(BaseModel):
-    name: Literal["Rex", "Bo"]
-    age: Literal[1, 2, 3]
+from langchain_openai import ChatOpenAI
 
 
 @tool
@@ -36,20 +29,6 @@ def test_a_chat_and_its_stream_say_the_same(url: str) -> None:
     assert "".join(piece.content for piece in pieces) == whole.content
     used = [piece.usage_metadata for piece in pieces if piece.usage_metadata]
     assert used == [used[0]] and used[0]["total_tokens"] == whole.usage_metadata["total_tokens"]
-
-
-async def test_asynchronous_chats_side_by_side(url: str) -> None:
-    replies = await chat(url).abatch([f"{STORY} {number}" for number in range(8)])
-    assert all(reply.content for reply in replies)
-    pieces = [piece.content async for piece in chat(url).astream(STORY)]
-    assert "".join(pieces) == (await chat(url).ainvoke(STORY)).content
-
-
-def test_log_probabilities(url: str) -> None:
-    reply = chat(url).bind(logprobs=True, top_logprobs=3).invoke(STORY)
-    content = reply.response_metadata["logprobs"]["content"]
-    assert len(content) == reply.usage_metadata["output_tokens"]
-    assert all(len(one["top_logprobs"]) == 3 for one in content)
 
 
 def test_a_tool_is_called_and_its_result_taken(url: str) -> None:
@@ -96,33 +75,6 @@ def test_responses_are_chats_in_another_form(url: str) -> None:
     assert model.bind_tools([weather]).invoke([HumanMessage(STORY), reply, result]).text
     dog = chat(url, use_responses_api=True, max_tokens=TOOL_TOKENS).with_structured_output(Dog)
     assert isinstance(dog.invoke(STORY), Dog)
-
-
-def test_completions(url: str) -> None:
-    model = OpenAI(base_url=f"{url}/v1", api_key=KEY, model=MODEL, max_tokens=8, temperature=0)
-    assert "".join(model.stream("Once upon a time")) == model.invoke("Once upon a time")
-    assert len(model.generate(["One day", "A dog"]).generations) == 2
-
-
-def test_embeddings_are_refused_by_a_typed_error(url: str) -> None:
-    embeddings = OpenAIEmbeddings(
-        base_url=f"{url}/v1", api_key=KEY, model=MODEL, check_embedding_ctx_length=False
-    )
-    try:
-        embeddings.embed_query("x")
-    except openai.NotFoundError as error:
-        assert error.code == "not_found"
-    else:
-        raise AssertionError("embeddings were answered")
-
-
-def test_a_request_that_is_wrong_has_the_clients_own_type(url: str) -> None:
-    try:
-        chat(url, temperature=-3).invoke(STORY)
-    except openai.BadRequestError as error:
-        assert error.param == "temperature"
-    else:
-        raise AssertionError("a temperature of -3 was taken")
 
 
 if __name__ == "__main__":

@@ -12,17 +12,11 @@ from agents import (
     function_tool,
     set_tracing_disabled,
 )
-from checks import CITIES, KEY, MODEL, STORY, TOOL_TOKENS
+from checks import CITIES, KEY, MODEL, STORY, TOOL_TOKENS, Dog
 from openai import AsyncOpenAI
-from pydantic import BaseModel
 
 set_tracing_disabled(True)
 CALLED: list[str] = []
-
-
-class Dog(BaseModel):
-    name: Literal["Rex", "Bo"]
-    age: Literal[1, 2, 3]
 
 
 @function_tool
@@ -66,13 +60,6 @@ async def test_a_tool_that_is_named_is_run_and_its_result_goes_back(url: str) ->
             result = await Runner.run(agent, STORY)
             assert CALLED and set(CALLED) <= set(CITIES)
             assert result.final_output is not None
-
-
-async def test_truncation_that_is_not_needed(url: str) -> None:
-    _, model = models(url)
-    one = settings(truncation="auto")
-    agent = Agent("one", instructions="Be brief", model=model, model_settings=one)
-    assert (await Runner.run(agent, STORY)).final_output
 
 
 if __name__ == "__main__":

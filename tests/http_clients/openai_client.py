@@ -1,45 +1,20 @@
 """openai-python: what the tests of the lanes hold at a path whose tokens are known, here over a
 server of the shipped model; and the helpers that read structured answers and calls."""
 
-import asyncio
 import json
-from typing import Literal
 
 import checks
 import openai
-from checks import CITIES, KEY, MODEL, STORY, TOOL_TOKENS
-from pydantic import BaseModel
+from checks import CITIES, CITY, KEY, MODEL, STORY, TOOL_TOKENS, WEATHER, Dog, strict
 
 CHAT = [{"role": "user", "content": STORY}]
 ASKED = {"model": MODEL, "messages": CHAT, "temperature": 0}
 ASKED_RESPONSE = {"model": MODEL, "input": STORY, "temperature": 0}
-CITY = {
-    "type": "object",
-    "properties": {"city": {"enum": list(CITIES)}},
-    "required": ["city"],
-    "additionalProperties": False,
-}
 FLAT = {"type": "function", "name": "weather", "strict": True, "parameters": CITY}
-WEATHER = {"type": "function", "function": {"name": "weather", "strict": True, "parameters": CITY}}
-
-
-class Dog(BaseModel):
-    name: Literal["Rex", "Bo"]
-    age: Literal[1, 2, 3]
 
 
 def client(url: str) -> openai.OpenAI:
     return openai.OpenAI(base_url=f"{url}/v1", api_key=KEY, max_retries=0)
-
-
-def strict(reply: BaseModel) -> None:
-    """Clients build their objects of whatever comes; this holds a reply against their types."""
-    type(reply).model_validate(reply.model_dump(warnings=False, by_alias=True), strict=True)
-
-
-def test_the_model_is_listed(url: str) -> None:
-    assert [model.id for model in client(url).models.list()] == [MODEL]
-    assert client(url).models.retrieve(MODEL).id == MODEL
 
 
 def test_a_chat_and_its_stream_say_the_same(url: str) -> None:
@@ -57,16 +32,6 @@ def test_a_chat_and_its_stream_say_the_same(url: str) -> None:
     text = "".join(chunk.choices[0].delta.content or "" for chunk in spoken)
     assert text == whole.choices[0].message.content
     assert not last.choices and last.usage == whole.usage
-
-
-def test_log_probabilities(url: str) -> None:
-    reply = client(url).chat.completions.create(
-        **ASKED, max_tokens=5, logprobs=True, top_logprobs=2
-    )
-    strict(reply)
-    content = reply.choices[0].logprobs.content
-    assert len(content) == reply.usage.completion_tokens
-    assert all(one.logprob == one.top_logprobs[0].logprob for one in content)
 
 
 def test_structured_answers_are_parsed_whole_and_streamed(url: str) -> None:
@@ -122,48 +87,6 @@ def test_tools_of_a_response(url: str) -> None:
         turn = [{"role": "user", "content": STORY}, call.model_dump(), result]
         more = ASKED_RESPONSE | {"input": turn, "tools": [FLAT], "max_output_tokens": 8}
         assert responses.create(**more).output_text
-
-
-def test_a_response_and_its_stream_say_the_same(url: str) -> None:
-    responses = client(url).responses
-    whole = responses.create(**ASKED_RESPONSE, max_output_tokens=12)
-    strict(whole)
-    events = list(responses.create(**ASKED_RESPONSE, max_output_tokens=12, stream=True))
-    for event in events:
-        strict(event)
-    deltas = [event.delta for event in events if event.type == "response.output_text.delta"]
-    assert "".join(deltas) == whole.output_text
-    counted = responses.input_tokens.count(model=MODEL, input=STORY)
-    assert counted.input_tokens == whole.usage.input_tokens
-
-
-def test_completions(url: str) -> None:
-    create = client(url).completions.create
-    asked = {"model": MODEL, "temperature": 0, "max_tokens": 8}
-    several = create(**asked, prompt=["Once upon", "A dog"], n=2, logprobs=2)
-    strict(several)
-    assert [choice.index for choice in several.choices] == [0, 1, 2, 3]
-    echoed = create(**asked, prompt="Once upon", echo=True)
-    assert echoed.choices[0].text == "Once upon" + several.choices[0].text
-    pieces = [chunk.choices[0].text for chunk in create(**asked, prompt="A dog", stream=True)]
-    assert "".join(pieces) == several.choices[2].text
-
-
-async def test_asynchronous_streams_side_by_side_one_left_early(url: str) -> None:
-    plain = openai.AsyncOpenAI(base_url=f"{url}/v1", api_key=KEY, max_retries=0)
-
-    async def read(leave: bool) -> str:
-        stream = await plain.chat.completions.create(**ASKED, max_tokens=40, stream=True)
-        text = ""
-        async for chunk in stream:
-            text += chunk.choices[0].delta.content or ""
-            if leave:
-                await stream.close()
-                break
-        return text
-
-    left, *others = await asyncio.gather(*(read(number == 0) for number in range(8)))
-    assert set(others) == {others[0]} and others[0].startswith(left)
 
 
 def test_errors_have_the_clients_types(url: str) -> None:

@@ -1,10 +1,7 @@
 """Pydantic AI: agents with tools and typed answers, over chats, responses and messages."""
 
-from typing import Literal
-
 import checks
-from checks import KEY, MODEL, STORY, TOOL_TOKENS
-from pydantic import BaseModel, ConfigDict
+from checks import KEY, MODEL, STORY, TOOL_TOKENS, Dog
 from pydantic_ai import Agent, NativeOutput, ToolOutput
 from pydantic_ai.models.anthropic import AnthropicModel
 from pydantic_ai.models.openai import OpenAIChatModel, OpenAIResponsesModel
@@ -12,13 +9,6 @@ from pydantic_ai.providers.anthropic import AnthropicProvider
 from pydantic_ai.providers.openai import OpenAIProvider
 
 SETTINGS = {"max_tokens": TOOL_TOKENS, "temperature": 0.0}
-
-
-class Dog(BaseModel):
-    model_config = ConfigDict(extra="forbid")
-
-    name: Literal["Rex", "Bo"]
-    age: Literal[1, 2, 3]
 
 
 def models(url: str) -> list[OpenAIChatModel | OpenAIResponsesModel | AnthropicModel]:

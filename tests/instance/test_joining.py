@@ -21,7 +21,7 @@ from jdisagg.messages.step_commands import Done, DropBlocks
 from jdisagg.service.internal.instance_stream import InstanceServer, LeaderConnection
 from jdisagg.service.server import cluster_credentials, server_credentials
 from tests.instance.noting import FAST, NotingExecutor, nothing
-from tests.service.test_credentials import certificates_in
+from tests.service.certificates import certificates_in
 
 
 def test_flags_that_do_not_fit_together_are_refused() -> None:

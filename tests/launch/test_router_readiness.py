@@ -22,7 +22,7 @@ from jdisagg.worker.decode_worker import DecodeWorker
 from tests.launch.registered import registered
 from tests.service.doors import byte_tokenizer, eventually
 from tests.service.http_doors import parse
-from tests.service.test_cluster_over_grpc import Served, served
+from tests.service.served_cluster import Served, served
 
 
 @contextlib.asynccontextmanager

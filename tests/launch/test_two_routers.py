@@ -15,7 +15,7 @@ from jdisagg.errors import QuotaExceededError
 from tests import time_scale
 from tests.end_to_end.clusters import LLAMA
 from tests.launch.registered import registered
-from tests.service.test_cluster_over_grpc import served
+from tests.service.served_cluster import served
 
 ROOT = Path(__file__).resolve().parents[2]
 BURST_SECONDS = 2e6  # 2,000 tokens: 40 requests of 48 or more, which do not come back

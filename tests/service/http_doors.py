@@ -3,7 +3,7 @@ call it: OpenAI's client, and raw bytes."""
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -15,6 +15,16 @@ from jdisagg.dispatch.frontend import Frontend
 from jdisagg.observe.request_log import RequestLog
 from jdisagg.service.server import GenerationServer
 from tests.service.doors import TEMPLATE, FakePath, make_frontend
+
+COMPLETIONS, CHATS, RESPONSES = "/v1/completions", "/v1/chat/completions", "/v1/responses"
+MESSAGES = "/v1/messages"
+HI: Any = [{"role": "user", "content": "hi"}]
+USUAL: dict[str, dict[str, Any]] = {
+    COMPLETIONS: {"prompt": "hi", "max_tokens": 2},
+    CHATS: {"messages": HI, "max_tokens": 2},
+    RESPONSES: {"input": "hi", "max_output_tokens": 2},
+    MESSAGES: {"messages": HI, "max_tokens": 2},
+}
 
 
 @dataclass
@@ -48,6 +58,11 @@ class HttpDoor:
         return self.made_of
 
     @property
+    def shown(self) -> str:
+        """The text that the model was shown last."""
+        return bytes(self.path.requests[-1].prompt_token_ids).decode()
+
+    @property
     def port(self) -> int:
         assert self.server.http is not None
         return self.server.http.port
@@ -76,6 +91,12 @@ class HttpDoor:
         head = f"{method} {path} HTTP/1.1\r\nhost: x\r\nconnection: close\r\n"
         head += "".join(f"{name}: {value}\r\n" for name, value in lines.items())
         return await self.send(head.encode("latin-1") + b"\r\n" + body)
+
+    async def served(self, path: str, fields: object = None, **headers: str) -> Answer:
+        """The answer to what must not be refused."""
+        answer = await self.ask(path, fields, **headers)
+        assert answer.status == 200, (fields, answer.body)
+        return answer
 
     async def send(self, data: bytes) -> Answer:
         """What is answered to these bytes; the server closes the connection."""
@@ -156,3 +177,15 @@ async def http_door(
     config = replace(service or ServiceConfig(), port=port, http_port=0)
     async with running(path, GenerationServer(frontend, config, log=log), frontend) as door:
         yield door
+
+
+async def taken(
+    door: HttpDoor, rows: Iterable[tuple[str, dict[str, Any], str]], status: int = 400
+) -> list[tuple[str, str, bytes]]:
+    """Asks (path, fields, words); the rows that were not refused with these words."""
+    wrong = []
+    for path, fields, words in rows:
+        answer = await door.ask(path, fields)
+        if answer.status != status or words not in answer.error["message"]:
+            wrong.append((path, words, answer.body[:200]))
+    return wrong

@@ -6,11 +6,8 @@ import contextlib
 import os
 import pathlib
 import shutil
-import subprocess
-import sys
-from asyncio.subprocess import PIPE
 from collections.abc import AsyncIterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import grpc
 import grpc.aio
@@ -36,57 +33,10 @@ from jdisagg.service.internal.registry import registry_service
 from jdisagg.service.internal.remote_ports import RemoteWorker
 from jdisagg.service.internal.worker_service import decode_service, peer_service, prefill_service
 from jdisagg.service.server import GrpcServer, check_address, cluster_credentials, read_tokens
+from tests.service.certificates import OPENSSL, CertificateFiles, certificates_in
 from tests.service.doors import STATUS
 from tests.service.http_doors import http_door
 from tests.service.port_worker import HELLO, Worker
-
-OPENSSL = shutil.which("openssl")
-
-
-@dataclass(frozen=True)
-class CertificateFiles:
-    """Files of one authority: its own certificate, and a key and certificate that it signed for
-    this machine."""
-
-    authority: str
-    key: str
-    certificate: str
-
-    def credentials(self, own: bool = False, **fields: str) -> Credentials:
-        pair = {"certificate": self.certificate, "key": self.key} if own else {}
-        return Credentials.load(authority=self.authority, **pair, **fields)
-
-
-def certificates_in(folder: pathlib.Path, names: str = "IP:127.0.0.1") -> CertificateFiles:
-    """Makes the files. `names` are the certificate's subject alternative names."""
-    assert OPENSSL is not None
-    new = (
-        f"{OPENSSL} req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 2"
-        " -keyout {0}/{1}.key -out {0}/{1}.pem -subj"
-    )
-    signed = (
-        f"-CA {folder}/ca.pem -CAkey {folder}/ca.key -addext subjectAltName={names}"
-        " -addext basicConstraints=critical,CA:FALSE"
-    )
-    root = [*new.format(folder, "ca").split(), "/CN=test authority"]
-    leaf = [*new.format(folder, "own").split(), "/CN=test process", *signed.split()]
-    for command in (root, leaf):
-        subprocess.run(command, check=True, capture_output=True)
-    return CertificateFiles(f"{folder}/ca.pem", f"{folder}/own.key", f"{folder}/own.pem")
-
-
-@pytest.fixture(scope="module")
-def ours(tmp_path_factory) -> CertificateFiles:
-    if OPENSSL is None:
-        pytest.skip("openssl makes the certificates, and is not installed")
-    return certificates_in(tmp_path_factory.mktemp("ours"))
-
-
-@pytest.fixture(scope="module")
-def theirs(tmp_path_factory) -> CertificateFiles:
-    if OPENSSL is None:
-        pytest.skip("openssl makes the certificates, and is not installed")
-    return certificates_in(tmp_path_factory.mktemp("theirs"))
 
 
 @contextlib.asynccontextmanager
@@ -141,19 +91,22 @@ async def test_a_port_with_tls_serves_those_who_trust_its_authority_and_no_other
         assert len(await asyncio.to_thread(ask_blocking)) == 3
 
 
-@pytest.mark.parametrize("written", ["[::1]", "[0:0::1]", "[0000:0:0:0:0:0:0:0001]"])
 async def test_an_ipv6_address_in_any_form_is_the_one_that_a_certificate_has(
-    written: str, tmp_path: pathlib.Path
+    tmp_path: pathlib.Path,
 ) -> None:
     if OPENSSL is None:
         pytest.skip("openssl makes the certificates, and is not installed")
     files = certificates_in(tmp_path, "IP:::1")
     config = ServiceConfig(host="::1", tls_certificate=files.certificate, tls_key=files.key)
     async with door(config) as target:
-        called = f"{written}:{parse_host_port(target, 'target')[1]}"
-        assert len(await ask(called, files.credentials())) == 3
-        with Client(called, credentials=files.credentials()) as client:
-            assert len((await asyncio.to_thread(client.complete, "x", max_tokens=3)).text) == 3
+        port = parse_host_port(target, "target")[1]
+        for written in ("[::1]", "[0:0::1]", "[0000:0:0:0:0:0:0:0001]"):
+            assert len(await ask(f"{written}:{port}", files.credentials())) == 3
+            with Client(f"{written}:{port}", credentials=files.credentials()) as client:
+                done = await asyncio.to_thread(client.complete, "x", max_tokens=3)
+            assert len(done.text) == 3
+    with pytest.raises(ConfigError, match="a server name need TLS"):
+        Credentials.load(server_name="127.0.0.1")
 
 
 async def test_several_servers_over_tls_are_believed_by_the_name_that_they_share(
@@ -162,28 +115,6 @@ async def test_several_servers_over_tls_are_believed_by_the_name_that_they_share
     config = ServiceConfig(tls_certificate=ours.certificate, tls_key=ours.key)
     async with door(config) as one, door(config) as other:
         assert len(await ask(f"ipv4:{one},{other}", ours.credentials(server_name="127.0.0.1"))) == 3
-
-
-@pytest.mark.ci
-async def test_launch_ask_believes_a_server_by_the_name_it_is_told(ours: CertificateFiles) -> None:
-    async with door(ServiceConfig(tls_certificate=ours.certificate, tls_key=ours.key)) as target:
-        by_name = target.replace("127.0.0.1", "localhost")  # which the certificate does not bear
-        asked = (
-            "-m",
-            "launch.ask",
-            f"--target={by_name}",
-            f"--authority={ours.authority}",
-            "--prompt=x",
-            "--max_tokens=3",
-        )
-        for flags, welcome in (((), False), (("--server_name=127.0.0.1",), True)):
-            child = await asyncio.create_subprocess_exec(
-                sys.executable, *asked, *flags, stdout=PIPE, stderr=PIPE
-            )
-            out, err = await child.communicate()
-            assert (child.returncode == 0, len(out) > 1) == (welcome, welcome), err.decode()
-    with pytest.raises(ConfigError, match="a server name need TLS"):
-        Credentials.load(server_name="127.0.0.1")
 
 
 async def test_a_port_with_mutual_tls_serves_those_its_authority_signed_for(

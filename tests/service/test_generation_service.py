@@ -20,7 +20,7 @@ from jdisagg.errors import (
 from jdisagg.request import FinishReason
 from jdisagg.service.grpc import generation_pb2 as pb
 from jdisagg.service.grpc import generation_pb2_grpc
-from tests.service.doors import eventually, expected_tokens, text_of
+from tests.service.doors import eventually, expected_tokens
 from tests.service.http_doors import HttpDoor
 
 
@@ -54,47 +54,6 @@ async def test_a_stream_brings_every_token_once_in_order_and_usage_and_timings_a
     assert events[-1].timings is not None and events[-1].timings.kv_bytes_moved == 640
 
 
-async def test_the_path_gets_what_the_client_asked_for(door: HttpDoor, client: AsyncClient) -> None:
-    await client.complete(
-        token_ids=[4, 5],
-        max_tokens=2,
-        temperature=0.5,
-        seed=9,
-        stop="end",
-        logit_bias=[(3, 1.5)],
-        request_id="r",
-        tenant="t",
-        priority=2,
-    )
-    request = door.path.requests[0]
-    assert (request.prompt_token_ids, request.request_id, request.tenant, request.priority) == (
-        (4, 5),
-        "r",
-        "t",
-        2,
-    )
-    sampling = request.sampling
-    assert (sampling.temperature, sampling.seed, sampling.stop, sampling.logit_bias) == (
-        0.5,
-        9,
-        ("end",),
-        ((3, 1.5),),
-    )
-
-
-async def test_children_of_one_request_share_its_stream(
-    door: HttpDoor, client: AsyncClient
-) -> None:
-    completion = await client.complete("Once", n=2, max_tokens=5)
-    request = door.path.requests[0]
-    assert [tuple(choice.token_ids) for choice in completion.choices] == [
-        expected_tokens(request, child) for child in (0, 1)
-    ]
-    assert [choice.text for choice in completion.choices] == [
-        text_of(expected_tokens(request, child)) for child in (0, 1)
-    ]
-
-
 async def test_a_client_that_disappears_closes_the_paths_stream(door: HttpDoor) -> None:
     door.path.gate.clear()
     client = AsyncClient(door.target)
@@ -118,15 +77,22 @@ async def test_the_sooner_of_two_deadlines_reaches_the_path(
 BAD = [
     ({"prompt": ""}, "prompt is empty"),
     ({"prompt": "x" * 10_000_000}, "limits.max_prompt_bytes"),
+    ({"prompt": "x" * (33 << 20)}, "too large"),
     ({"prompt": "x", "temperature": float("nan")}, "temperature.*nan"),
     ({"prompt": "x", "n": 10**12}, "n must.*1000000000000"),
     ({"token_ids": [2**40]}, r"\[0\]=1099511627776"),
     ({"messages": [{"role": "a robot", "content": "x"}]}, "a robot"),
     ({"prompt": "x", "deadline_seconds": -3.0}, "deadline_seconds"),
 ]
+NO_MESSAGES = (b"\x0a\x02\xff\xfe", b"\x0a\xff\xff", b"\xff" * 50)
+GARBAGE = (
+    b"\x00\xff" * 500,
+    b"GET / HTTP/1.1\r\nHost: x\r\n\r\n",
+    b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
+)
 
 
-async def test_each_bad_request_gets_its_error_and_the_server_goes_on(
+async def test_what_is_no_request_gets_its_error_and_a_neighbour_goes_on(
     door: HttpDoor, client: AsyncClient
 ) -> None:
     door.path.gate.clear()
@@ -135,48 +101,56 @@ async def test_each_bad_request_gets_its_error_and_the_server_goes_on(
     for options, message in BAD:
         with pytest.raises(InvalidRequestError, match=message):
             await client.complete(**options)
+    async with grpc.aio.insecure_channel(door.target) as channel:
+        for data in NO_MESSAGES:
+            call = channel.unary_stream("/jdisagg.v1.GenerationService/Generate")(data)
+            with pytest.raises(grpc.aio.AioRpcError, match="UTF-8") as caught:
+                await call.read()
+            assert caught.value.code() == grpc.StatusCode.INVALID_ARGUMENT
+
+    def throw(garbage: bytes) -> None:
+        with socket.create_connection(("127.0.0.1", door.grpc_port), timeout=5) as connection:
+            connection.sendall(garbage)
+
+    for garbage in GARBAGE:
+        await asyncio.to_thread(throw, garbage)
     door.path.gate.set()
-    assert tuple((await neighbour).choices[0].token_ids) == expected_tokens(
-        door.path.requests[0], 0
-    )
+    expected = expected_tokens(door.path.requests[0], 0)
+    assert tuple((await neighbour).choices[0].token_ids) == expected
     assert len(door.path.requests) == 1
 
 
-async def _raw_status(door: HttpDoor, data: bytes) -> tuple[grpc.StatusCode, str]:
-    async with grpc.aio.insecure_channel(door.target) as channel:
-        call = channel.unary_stream("/jdisagg.v1.GenerationService/Generate")(data)
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            async for _ in call:
-                pass
-        return caught.value.code(), caught.value.details() or ""
-
-
-@pytest.mark.parametrize(
-    "data",
-    [b"\x0a\x02\xff\xfe", b"\x0a\xff\xff", b"\xff" * 50],
-    ids=["invalid UTF-8", "truncated", "noise"],
-)
-async def test_malformed_messages_are_invalid_arguments(
-    door: HttpDoor, client: AsyncClient, data: bytes
-) -> None:
-    code, details = await _raw_status(door, data)
-    assert code == grpc.StatusCode.INVALID_ARGUMENT
-    assert "UTF-8" in details
-    assert (await client.complete("x", max_tokens=1)).text
-
-
-async def test_a_message_beyond_the_size_limit_is_refused(
+async def test_an_error_of_the_path_keeps_its_type_and_what_it_says(
     door: HttpDoor, client: AsyncClient
 ) -> None:
-    with pytest.raises(InvalidRequestError, match="too large"):
-        await client.complete("x" * (33 << 20))
-    assert (await client.complete("x", max_tokens=1)).text
-
-
-async def test_overload_carries_its_retry_hint(door: HttpDoor, client: AsyncClient) -> None:
     with pytest.raises(OverloadedError, match="4 of 4") as caught:
         await client.complete("x", tenant="crowd")
     assert caught.value.retry_after_seconds == 2.5
+    for kind in (CancelledError, DeadlineExceededError):  # neither is asyncio's
+
+        async def failing(request, kind=kind):
+            raise kind("after 17 tokens")
+            yield
+
+        door.path.stream = failing
+        with pytest.raises(kind, match="17 tokens"):
+            await client.complete("x")
+
+
+async def test_a_foreign_client_learns_the_id_that_the_server_drew(
+    door: HttpDoor, stub: generation_pb2_grpc.GenerationServiceStub
+) -> None:
+    call = stub.Generate(pb.GenerateRequest(text="x"))
+    messages = [message async for message in call]
+    trailing = dict(await call.trailing_metadata())
+    drawn = door.path.requests[0].request_id
+    assert trailing["jdisagg-request-id"] == messages[0].request_id == drawn != ""
+    refused = stub.Generate(pb.GenerateRequest(text="x", tenant="crowd"))
+    with pytest.raises(grpc.aio.AioRpcError):
+        await refused.read()
+    trailing = dict(await refused.trailing_metadata())
+    assert trailing["jdisagg-request-id"] == door.path.requests[1].request_id
+    assert trailing["jdisagg-error"] == "OverloadedError"
 
 
 async def test_a_bug_ends_its_own_stream_with_internal_and_a_log_entry(
@@ -191,43 +165,6 @@ async def test_a_bug_ends_its_own_stream_with_internal_and_a_log_entry(
     assert "a bug of ours" in caplog.text
     assert len(received) == 2
     assert (await client.complete("x", max_tokens=1)).text
-
-
-@pytest.mark.parametrize("kind", [CancelledError, DeadlineExceededError])
-async def test_an_error_of_the_path_keeps_its_type_and_is_not_asyncios(
-    door: HttpDoor, client: AsyncClient, kind: type[JdisaggError]
-) -> None:
-    async def failing(request):
-        raise kind("after 17 tokens")
-        yield
-
-    door.path.stream = failing
-    with pytest.raises(kind, match="17 tokens"):
-        await client.complete("x")
-
-
-@pytest.mark.parametrize(
-    "garbage",
-    [
-        b"\x00\xff" * 500,
-        b"GET / HTTP/1.1\r\nHost: x\r\n\r\n",
-        b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\xff" * 200,
-    ],
-)
-async def test_garbage_on_the_port_harms_no_one(
-    door: HttpDoor, client: AsyncClient, garbage: bytes
-) -> None:
-    door.path.gate.clear()
-    neighbour = asyncio.ensure_future(client.complete("x", max_tokens=3))
-    await eventually(lambda: len(door.path.requests) == 1)
-
-    def throw() -> None:
-        with socket.create_connection(("127.0.0.1", door.grpc_port), timeout=5) as connection:
-            connection.sendall(garbage)
-
-    await asyncio.to_thread(throw)
-    door.path.gate.set()
-    assert len((await neighbour).choices[0].token_ids) == 3
 
 
 async def test_tokenize_and_detokenize_are_the_tokenizers_own(client: AsyncClient) -> None:

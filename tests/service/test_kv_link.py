@@ -24,22 +24,9 @@ from tests import time_scale
 from tests.service.doors import eventually
 
 REQUEST = PullRequest(
-    2**64 - 1,
-    5,
-    7,
-    1,
-    2,
-    3.5,
-    "int8",
-    "bfloat16",
-    2,
-    4,
-    16,
-    64,
-    2,
+    *(2**64 - 1, 5, 7, 1, 2, 3.5, "int8", "bfloat16", 2, 4, 16, 64, 2),
     (Wanted(3, 0, 0), Wanted(4, 1, 1)),
-    0,
-    6,
+    *(0, 6),
 )
 POSTED = Posted(2**64 - 1, 1, "127.0.0.1:9", 8, (PostedPiece(0, 3, 0), PostedPiece(1, 4, 1)))
 

@@ -4,31 +4,26 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator
 from dataclasses import replace
+from functools import partial
 from typing import Protocol
 
 import msgspec
 import pytest
 
-from jdisagg.caller import Caller, KeyLimits
 from jdisagg.clock import MonotonicClock
 from jdisagg.config import ServiceConfig
-from jdisagg.dispatch.client_limits import BURST_SECONDS, KeyUse
 from jdisagg.dispatch.membership import Membership, WorkerPorts
-from jdisagg.errors import (
-    IncompatiblePeerError,
-    NameTakenError,
-    QuotaExceededError,
-    UnavailableError,
-)
+from jdisagg.errors import IncompatiblePeerError, NameTakenError, UnavailableError
 from jdisagg.layout.axes import Layout
-from jdisagg.messages.kept_blocks import KeptMark, KeptNews
+from jdisagg.messages.kept_blocks import KeptMark, KeptNews, KeptScheme
 from jdisagg.messages.registry import ModelCard, RouterUse, WorkerCard
 from jdisagg.messages.worker_status import WorkerRole, WorkerStatus
+from jdisagg.router.known_blocks import KnownBlocks
 from jdisagg.router.predictor import FEWEST, LearnedLengths
+from jdisagg.scheduler.kept_log import KeptLog
 from jdisagg.service.internal import registry, rpc
 from jdisagg.service.internal.registry import RegistryClient, Share, registry_service
 from jdisagg.service.server import GrpcServer
-from jdisagg.spending import Spending
 from jdisagg.timeouts import MembershipTimeouts
 from tests.service.doors import STATUS, eventually
 
@@ -45,9 +40,9 @@ async def status() -> WorkerStatus:
 
 @contextlib.asynccontextmanager
 async def router(
-    port: int = 0, share: Share = lambda uses: RouterUse()
+    port: int = 0, share: Share = lambda uses: RouterUse(), known: KnownBlocks | None = None
 ) -> AsyncIterator[tuple[str, Membership]]:
-    membership = Membership(MonotonicClock(), lambda card: WorkerPorts())
+    membership = Membership(MonotonicClock(), lambda card: WorkerPorts(), known=known)
     server = GrpcServer(
         (registry_service(membership, share=share),), ServiceConfig(port=port, drain_seconds=0.0)
     )
@@ -60,9 +55,9 @@ async def router(
 
 @contextlib.asynccontextmanager
 async def worker(
-    *routers: str, card: WorkerCard = CARD, says=status, timeouts: MembershipTimeouts = QUICK
+    *routers: str, card: WorkerCard = CARD, says=status, timeouts=QUICK, kept=lambda mark: None
 ) -> AsyncIterator[RegistryClient]:
-    client = RegistryClient(routers, card, says, timeouts=timeouts)
+    client = RegistryClient(routers, card, says, timeouts=timeouts, kept=kept)
     client.start()
     try:
         yield client
@@ -77,28 +72,6 @@ async def test_a_worker_is_known_to_all_routers_until_it_leaves() -> None:
             assert first.cards() == second.cards() == (CARD,)
             assert client.registered == {one, two}
         assert first.cards() == second.cards() == ()
-
-
-async def test_a_client_of_two_routers_gets_its_rate_once_through_their_worker() -> None:
-    clock, rate = MonotonicClock(), 2.0
-    spent = [Spending(number) for number in (1, 2)]
-    shares = [lambda uses, one=one: one.exchange(uses, clock.now(), 1) for one in spent]
-    who, let_in = Caller(key="k", limits=KeyLimits(requests_per_second=rate)), 0
-    async with (
-        router(share=shares[0]) as (one, _),
-        router(share=shares[1]) as (two, _),
-        worker(one, two),
-    ):
-        await eventually(lambda: all(each._others for each in spent))
-        began = clock.now()
-        for _ in range(30):
-            seconds = clock.now() - began
-            for use in map(KeyUse, spent):
-                with contextlib.suppress(QuotaExceededError), use.stream(who, 1, clock.now()):
-                    let_in += 1
-            await asyncio.sleep(0.1)
-    once = rate * (BURST_SECONDS + seconds)
-    assert once - 1 <= let_in <= once + 8, "8: what both let in before they exchange"
 
 
 async def test_lengths_of_answers_at_one_router_are_predicted_at_another_through_their_worker() -> (
@@ -193,6 +166,25 @@ async def test_a_router_that_forgot_a_worker_hears_of_it_again() -> None:
         membership.deregister(CARD.name, CARD.boot_id)
         assert membership.cards() == ()
         await eventually(lambda: membership.statuses() == (STATUS,))
+
+
+async def test_blocks_that_a_worker_keeps_are_known_until_they_are_reset_or_it_is_gone() -> None:
+    log, known = KeptLog(), KnownBlocks(b"secret")
+    card = msgspec.structs.replace(CARD, kept=KeptScheme("tiny", 8, 8))
+    log.gained(b"1" * 16)
+    log.gained(b"2" * 16)
+    kept = partial(log.news, CARD.name)
+    async with router(known=known) as (one, membership), worker(one, card=card, kept=kept):
+        await eventually(lambda: known.blocks(CARD.name) == 2)
+        membership.deregister(CARD.name, CARD.boot_id)
+        assert known.blocks(CARD.name) == 0
+        # the worker lives, hears that it is not known, and tells all that it has
+        await eventually(lambda: known.blocks(CARD.name) == 2)
+        log.cleared()
+        await eventually(lambda: len(known) == 0)
+        log.gained(b"3" * 16)
+        await eventually(lambda: known.blocks(CARD.name) == 1)
+    assert known.blocks(CARD.name) == 0
 
 
 async def test_a_refused_worker_asks_on_and_others_are_not_disturbed(caplog) -> None:

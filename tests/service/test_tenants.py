@@ -45,26 +45,24 @@ def test_a_line_may_say_how_much_its_token_may_use_in_any_order() -> None:
     assert one.key != two.key == two.token
 
 
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        ("secret stream=2", "field 'stream' after a token is unknown; use tenant, streams"),
-        ("secret streams=2 streams=3", "field 'streams' after a token is given twice"),
-        ("secret streams=2.5", "streams must be a whole number above 0, got '2.5'"),
-        ("secret streams=0", "streams must be a whole number above 0"),
-        ("secret tokens_per_second=inf", "tokens_per_second must be a number above 0"),
-        ("secret requests_per_second=-1 tenant=a", "requests_per_second must be a number above 0"),
-    ],
-)
-def test_what_is_wrong_in_a_token_file_is_named_without_the_token(
-    line: str, message: str, tmp_path: Path
-) -> None:
-    file = tmp_path / "tokens"
-    file.write_text(f"first\n{line}\n")
-    with pytest.raises(ConfigError) as caught:
-        read_clients(str(file))
-    assert f"token file {str(file)!r}, token 2:" in str(caught.value)
-    assert message in str(caught.value) and "secret" not in str(caught.value)
+WRONG = {
+    "secret stream=2": "field 'stream' after a token is unknown; use tenant, streams",
+    "secret streams=2 streams=3": "field 'streams' after a token is given twice",
+    "secret streams=2.5": "streams must be a whole number above 0, got '2.5'",
+    "secret streams=0": "streams must be a whole number above 0",
+    "secret tokens_per_second=inf": "tokens_per_second must be a number above 0",
+    "secret requests_per_second=-1 tenant=a": "requests_per_second must be a number above 0",
+}
+
+
+def test_what_is_wrong_in_a_token_file_is_named_without_the_token(tmp_path: Path) -> None:
+    for line, message in WRONG.items():
+        file = tmp_path / "tokens"
+        file.write_text(f"first\n{line}\n")
+        with pytest.raises(ConfigError) as caught:
+            read_clients(str(file))
+        assert f"token file {str(file)!r}, token 2:" in str(caught.value)
+        assert message in str(caught.value) and "secret" not in str(caught.value)
 
 
 names = st.text(max_size=3)
@@ -92,28 +90,19 @@ def test_outside_of_a_door_nobody_in_particular_calls() -> None:
     assert current().cache_scope("", "") == ""
 
 
-async def test_who_belongs_to_a_tenant_may_not_empty_the_cache_of_all(tmp_path: Path) -> None:
-    file = tmp_path / "tokens"
-    file.write_text("\n".join(LINES))
-    async with http_door(service=ServiceConfig(token_file=str(file))) as door:
-        target = f"127.0.0.1:{door.server._port}"
-        async with AsyncClient(target, token="one") as client:
-            with pytest.raises(UnauthenticatedError, match="'acme'"):
-                await client.reset_cache()
-        async with AsyncClient(target, token="four") as client:
-            assert await client.reset_cache() == 7
-
-
-async def test_who_belongs_to_a_tenant_suspends_requests_of_that_tenant_alone(
+async def test_who_belongs_to_a_tenant_empties_no_cache_and_suspends_its_own_requests_alone(
     tmp_path: Path,
 ) -> None:
     file = tmp_path / "tokens"
     file.write_text("\n".join(LINES))
     async with http_door(service=ServiceConfig(token_file=str(file))) as door:
-        target = f"127.0.0.1:{door.server._port}"
-        async with AsyncClient(target, token="one") as client:
+        async with AsyncClient(door.target, token="one") as client:
+            with pytest.raises(UnauthenticatedError, match="'acme'"):
+                await client.reset_cache()
             await client.suspend("r", keep_seconds=1.0, tenant="globex")
             await client.resume("r", tenant="globex")
+        async with AsyncClient(door.target, token="four") as client:
+            assert await client.reset_cache() == 7
     assert [(tenant, name) for tenant, name, _ in door.path.suspended] == [("acme", "r")] * 2
 
 
@@ -131,9 +120,8 @@ async def test_blocks_of_two_tenants_have_no_name_in_common_whatever_they_send(
     ]
     prompt = list(range(1, 40))
     async with http_door(service=ServiceConfig(token_file=str(file))) as door:
-        target = f"127.0.0.1:{door.server._port}"
         for token in owner:
-            async with AsyncClient(target, token=token) as client:
+            async with AsyncClient(door.target, token=token) as client:
                 for _, tenant, salt in [one for one in wanted if one[0] == token]:
                     options = {"tenant": tenant, "cache_salt": salt}
                     await client.complete(token_ids=prompt, max_tokens=1, **options)

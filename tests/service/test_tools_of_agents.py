@@ -10,9 +10,7 @@ import openai
 import pytest
 
 from jdisagg.grammar.chat_answers import may_think_or_call
-from tests.service.doors import MODEL
-from tests.service.http_doors import HttpDoor, http_door
-from tests.service.test_chats_with_tools import (
+from tests.service.chats import (
     CALLS,
     CHAT,
     FLAT,
@@ -21,22 +19,20 @@ from tests.service.test_chats_with_tools import (
     TEMPLATE,
     WEATHER,
     Script,
+    prompts,
     responses,
+    say,
     streamed,
     whole,
 )
+from tests.service.doors import MODEL
+from tests.service.http_doors import HttpDoor, http_door
 
 
 @pytest.fixture
 async def door() -> AsyncIterator[HttpDoor]:
     async with http_door(Script(), template=TEMPLATE) as one:
         one.frontend.model = replace(MODEL, context_tokens=2048)  # for the lists of tools
-        yield one
-
-
-@pytest.fixture
-async def client(door: HttpDoor) -> AsyncIterator[openai.AsyncOpenAI]:
-    async with door.client() as one:
         yield one
 
 
@@ -72,14 +68,12 @@ OWN_ROUND: Any = [
 async def test_a_response_calls_tools_by_the_names_that_were_sent(
     door: HttpDoor, client: openai.AsyncOpenAI, characters: int
 ) -> None:
-    path = door.path
-    assert isinstance(path, Script)
-    path.characters = characters
-    path.text = (
+    text = (
         '<tool_call>{"name": "mcp__maps__find", "arguments": {"city": "Rom"}}</tool_call>'
         '<tool_call>{"name": "patch", "arguments": {"input": "a\\n\\"b\\""}}</tool_call>'
         '<tool_call>{"name": "weather", "arguments": {}}</tool_call>'
     )
+    say(door, text, characters)
     asked: dict[str, Any] = {"model": "tiny", "input": "hi", "tools": [MAPS, PATCH, FLAT]}
     reply, events = await responses(client, **asked)
     for output in (reply.output, events[-1].response.output):
@@ -96,15 +90,13 @@ async def test_a_response_calls_tools_by_the_names_that_were_sent(
 
 
 async def test_the_model_is_shown_tools_by_joined_names(door: HttpDoor) -> None:
-    door.path.text = "ok"  # type: ignore[attr-defined]
+    say(door, "ok")
     tools = [MAPS, {"type": "web_search"}, PATCH, {"type": "image_generation"}]
     asked = {"input": OWN_ROUND, "instructions": "Be brief.", "tools": tools}
-    answer = await door.ask("/v1/responses", asked)
-    assert answer.status == 200, answer.body
+    answer = await door.served("/v1/responses", asked)
     ignored = answer.headers["jdisagg-ignored-fields"]
     assert ignored == "tools.web_search, tools.image_generation"
-    prompt = bytes(door.path.requests[0].prompt_token_ids).decode()
-    shown, _, said = prompt.partition("<system>")
+    shown, _, said = prompts(door)[0].partition("<system>")
     maps, patch = (json.loads(one)["function"] for one in shown[1:-1].split("]["))
     assert (maps["name"], maps["parameters"]) == ("mcp__maps__find", SCHEMA)
     assert patch["name"] == "patch" and patch["parameters"]["required"] == ["input"]
@@ -127,7 +119,7 @@ async def test_a_response_may_be_made_to_call_every_kind_of_tool(
     door: HttpDoor, choice: Any, name: str
 ) -> None:
     asked = {"input": "hi", "tools": [MAPS, PATCH, FLAT], "tool_choice": choice}
-    assert (await door.ask("/v1/responses", asked)).status == 200
+    await door.served("/v1/responses", asked)
     grammar = door.path.requests[0].sampling.grammar
     assert grammar is not None and f'"const": "{name}"' in grammar.text
 
@@ -142,10 +134,10 @@ async def test_an_answer_of_a_form_may_be_a_call_and_follow_a_thought(
         ("<think>hm</think>\n\n" + CALLS, "", 2),
         ('<think>hm</think>\n\n{"city": "Rom"}', '{"city": "Rom"}', 0),
     ):
-        door.path.text = text  # type: ignore[attr-defined]
+        say(door, text)
         for (said,) in (await whole(client, **asked), await streamed(client, **asked)):
             assert (said.content, said.reasoning, len(said.calls)) == (content, "hm", calls)
-    door.path.text = CALLS  # type: ignore[attr-defined]
+    say(door, CALLS)
     ((said,),) = [await whole(client, **asked, tool_choice="none")]
     assert (said.content, said.calls) == (CALLS, [])
     grammars = [request.sampling.grammar for request in door.path.requests]

@@ -13,7 +13,7 @@ from jdisagg.service.internal.remote_ports import RemoteWorker
 from jdisagg.trace_context import incoming, outgoing, within
 from tests.fakes.cluster import toy_request
 from tests.observe.spans import TracedObserver, trace_of
-from tests.service.test_cluster_over_grpc import served
+from tests.service.served_cluster import served
 
 TRACE_ID = "0af7651916cd43dd8448eb211c80319c"
 CLIENT = {"traceparent": f"00-{TRACE_ID}-b7ad6b7169203331-01"}

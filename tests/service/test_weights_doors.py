@@ -29,9 +29,15 @@ from jdisagg.messages.weights import (
 )
 from jdisagg.messages.worker_status import WorkerStatus
 from jdisagg.telemetry import Counters
-from tests.fakes.manual_clock import ManualClock
 from tests.service.doors import STATUS
 from tests.service.http_doors import HttpDoor, http_door
+
+
+class HandClock:
+    seconds = 0.0
+
+    def now(self) -> float:
+        return self.seconds
 
 
 @dataclass
@@ -229,8 +235,8 @@ async def test_workers_sleep_and_wake_over_http_and_grpc(served: Served) -> None
         assert [one.asleep for one in await client.wake()] == [False, False]
         with pytest.raises(InvalidRequestError, match="worker 'x' is unknown; known: p, d"):
             await client.wake(["x"])
-    assert (await door.ask("/sleep?level=2", {})).status == 200
-    assert (await door.ask("/sleep", {"level": 1, "workers": ["p"]})).status == 200
+    await door.served("/sleep?level=2", {})
+    await door.served("/sleep", {"level": 1, "workers": ["p"]})
     assert [one.level for one in served.prefill.calls] == [2, 1]  # type: ignore[attr-defined]
     assert (await door.ask("/wake_up", {})).fields == {"is_sleeping": False}
 
@@ -269,13 +275,17 @@ async def test_a_worker_without_memory_for_two_copies_stages_while_it_sleeps_and
     assert not served.decode.asleep
 
 
+def watching(served: Served) -> tuple[WeightsControl, HandClock]:
+    """Controls weights of workers whose statuses it sees, on a clock that stands still."""
+    workers, clock, path = (served.decode, served.prefill), HandClock(), served.path
+    path.cluster = replace(path.cluster, statuses=lambda: [one.said() for one in workers])
+    return WeightsControl(path, clock, Counters()), clock
+
+
 async def test_a_late_worker_gets_the_weights_of_a_closed_offer_from_a_worker_that_has_them(
     served: Served,
 ) -> None:
-    workers, clock = (served.decode, served.prefill), ManualClock()
-    path = served.path
-    path.cluster = replace(path.cluster, statuses=lambda: [one.said() for one in workers])
-    control = WeightsControl(path, clock, Counters())
+    control, _ = watching(served)
     report = await control.update("/one", "1")
     served.prefill.weights = ""  # it was restarted
     control._wanted = StageCall("offer:gone", "1", 9.0)  # the trainer has gone on
@@ -286,10 +296,7 @@ async def test_a_late_worker_gets_the_weights_of_a_closed_offer_from_a_worker_th
 async def test_a_worker_that_cannot_take_the_last_weights_is_tried_again_ever_more_seldom(
     served: Served,
 ) -> None:
-    workers, clock = (served.decode, served.prefill), ManualClock()
-    path = served.path
-    path.cluster = replace(path.cluster, statuses=lambda: [one.said() for one in workers])
-    control = WeightsControl(path, clock, Counters())
+    control, clock = watching(served)
     await control.update("/one", "1")
     served.prefill.weights = ""
     control._wanted = StageCall("/bad", "1", 9.0)

@@ -23,41 +23,19 @@ from jdisagg.service.grpc import common_pb2, generation_pb2, wire, wire_generati
 from tests.messages.values import FLOATS, INT64, TEXT, of_annotation
 
 ROUND_TRIPS = [
-    (TokenLogprobs, common_pb2.TokenLogprobs, wire.logprobs_to_proto, wire.logprobs_from_proto),
-    (Layout, common_pb2.Layout, wire.layout_to_proto, wire.layout_from_proto),
-    (
-        WorkerStatus,
-        common_pb2.WorkerStatus,
-        wire.worker_status_to_proto,
-        wire.worker_status_from_proto,
-    ),
-    (
-        StreamEvent,
-        generation_pb2.GenerateResponse,
-        wire_generation.event_to_proto,
-        wire_generation.event_from_proto,
-    ),
-    (
-        RoutingStatus,
-        generation_pb2.GetStatusResponse,
-        wire_generation.routing_to_proto,
-        wire_generation.routing_from_proto,
-    ),
-    (
-        prompts.ModelInfo,
-        generation_pb2.GetModelResponse,
-        wire_generation.model_to_proto,
-        wire_generation.model_from_proto,
-    ),
+    (TokenLogprobs, common_pb2.TokenLogprobs, wire, "logprobs"),
+    (Layout, common_pb2.Layout, wire, "layout"),
+    (WorkerStatus, common_pb2.WorkerStatus, wire, "worker_status"),
+    (StreamEvent, generation_pb2.GenerateResponse, wire_generation, "event"),
+    (RoutingStatus, generation_pb2.GetStatusResponse, wire_generation, "routing"),
+    (prompts.ModelInfo, generation_pb2.GetModelResponse, wire_generation, "model"),
 ]
 
 
-@pytest.mark.parametrize(
-    ("kind", "message", "to_proto", "from_proto"),
-    ROUND_TRIPS,
-    ids=lambda value: getattr(value, "__name__", ""),
-)
-def test_what_crosses_the_wire_arrives_equal(kind, message, to_proto, from_proto) -> None:
+@pytest.mark.parametrize(("kind", "message", "module", "name"), ROUND_TRIPS)
+def test_what_crosses_the_wire_arrives_equal(kind, message, module, name) -> None:
+    to_proto, from_proto = (getattr(module, f"{name}_{way}_proto") for way in ("to", "from"))
+
     @settings(max_examples=20, suppress_health_check=[HealthCheck.too_slow])
     @given(of_annotation(kind))
     def check(value) -> None:
@@ -144,19 +122,13 @@ ERROR_TYPES = [
 ]
 
 
-@pytest.mark.parametrize("kind", ERROR_TYPES, ids=lambda kind: kind.__name__)
-@pytest.mark.parametrize("retry_after_seconds", [None, 0.25])
-def test_an_error_keeps_its_type_message_and_retry_hint(kind, retry_after_seconds) -> None:
-    status = wire.error_to_status(
-        kind("naïve: 7 exceeds 5", retry_after_seconds=retry_after_seconds)
-    )
-    back = wire.error_from_status(status)
-    assert (type(back), back.message, back.retry_after_seconds, status.code) == (
-        kind,
-        "naïve: 7 exceeds 5",
-        retry_after_seconds,
-        kind.status,
-    )
+def test_an_error_keeps_its_type_message_and_retry_hint() -> None:
+    for kind in ERROR_TYPES:
+        for hint in (None, 0.25):
+            status = wire.error_to_status(kind("naïve: 7 exceeds 5", retry_after_seconds=hint))
+            back = wire.error_from_status(status)
+            assert (type(back), back.message) == (kind, "naïve: 7 exceeds 5")
+            assert (back.retry_after_seconds, status.code) == (hint, kind.status)
 
 
 def test_a_long_error_message_is_cut_at_a_character() -> None:
@@ -165,44 +137,28 @@ def test_a_long_error_message_is_cut_at_a_character() -> None:
     assert status.details.startswith("é" * 900)
 
 
-@pytest.mark.parametrize(
-    ("code", "kind"),
-    [
+def test_a_status_of_grpcs_own_becomes_the_error_of_its_code() -> None:
+    for code, kind in (
         ("UNAVAILABLE", errors.UnavailableError),
         ("CANCELLED", errors.CancelledError),
         ("UNIMPLEMENTED", JdisaggError),
-    ],
-)
-def test_a_status_of_grpcs_own_becomes_the_error_of_its_code(code, kind) -> None:
-    back = wire.error_from_status(WireStatus(code, "connection reset"))
-    assert type(back) is kind
-    assert "connection reset" in back.message
+    ):
+        back = wire.error_from_status(WireStatus(code, "connection reset"))
+        assert type(back) is kind and "connection reset" in back.message
 
 
-@pytest.mark.parametrize(
-    ("decode", "message", "field"),
-    [
-        (wire.worker_status_from_proto, common_pb2.WorkerStatus(), "WorkerStatus.role"),
-        (
-            wire_generation.client_request_from_proto,
-            generation_pb2.GenerateRequest(),
-            "prompt is missing",
-        ),
-        (
-            wire_generation.tokenize_from_proto,
-            generation_pb2.TokenizeRequest(),
-            "prompt is missing",
-        ),
-        (
-            wire_generation.model_from_proto,
-            generation_pb2.GetModelResponse(),
-            "GetModelResponse.mode",
-        ),
-    ],
-)
-def test_a_message_that_lacks_what_it_must_have_is_refused_by_field(decode, message, field) -> None:
-    with pytest.raises(InvalidRequestError, match=field):
-        decode(message)
+EMPTY = [
+    (wire.worker_status_from_proto, common_pb2.WorkerStatus(), "WorkerStatus.role"),
+    (wire_generation.client_request_from_proto, generation_pb2.GenerateRequest(), "prompt is miss"),
+    (wire_generation.tokenize_from_proto, generation_pb2.TokenizeRequest(), "prompt is missing"),
+    (wire_generation.model_from_proto, generation_pb2.GetModelResponse(), "GetModelResponse.mode"),
+]
+
+
+def test_a_message_that_lacks_what_it_must_have_is_refused_by_field() -> None:
+    for decode, message, field in EMPTY:
+        with pytest.raises(InvalidRequestError, match=field):
+            decode(message)
 
 
 def with_sampling(**fields) -> generation_pb2.GenerateRequest:
@@ -223,29 +179,18 @@ def chat(messages: int) -> generation_pb2.GenerateRequest:
     )
 
 
-@pytest.mark.parametrize(
-    ("message", "words"),
-    [
-        (
-            with_sampling(logit_bias=[common_pb2.LogitBias()] * 513),
-            "logit_bias may hold at most 512, got 513",
-        ),
+def test_what_repeats_too_often_is_refused_before_it_is_read() -> None:
+    ids = generation_pb2.TokenIds(ids=[0] * (2**21 + 1))
+    for message, words in (
+        (with_sampling(logit_bias=[common_pb2.LogitBias()] * 513), "logit_bias .* 512, got 513"),
         (with_sampling(stop=[""] * 17), "stop may hold at most 16, got 17"),
         (with_sampling(stop_token_ids=[0] * 65), "stop_token_ids may hold at most 64, got 65"),
         (resumed(children=65, n=2**40), "accepted may hold at most 64, got 65"),
-        (
-            generation_pb2.GenerateRequest(
-                token_ids=generation_pb2.TokenIds(ids=[0] * (2**21 + 1))
-            ),
-            "token_ids may hold at most 2097152",
-        ),
+        (generation_pb2.GenerateRequest(token_ids=ids), "token_ids may hold at most 2097152"),
         (chat(16_385), "messages may hold at most 16384, got 16385"),
-    ],
-    ids=lambda value: value if isinstance(value, str) else "",
-)
-def test_what_repeats_too_often_is_refused_before_it_is_read(message, words) -> None:
-    with pytest.raises(InvalidRequestError, match=words):
-        wire_generation.client_request_from_proto(message)
+    ):
+        with pytest.raises(InvalidRequestError, match=words):
+            wire_generation.client_request_from_proto(message)
 
 
 def test_as_much_as_may_repeat_is_read() -> None:
@@ -255,19 +200,17 @@ def test_as_much_as_may_repeat_is_read() -> None:
     assert wire_generation.client_request_from_proto(chat(16_384)).prompt is not None
 
 
-@pytest.mark.parametrize(
-    ("options", "field"),
-    [
-        ({"max_tokens": 2**64}, "max_tokens"),
-        ({"temperature": "hot"}, "temperature"),
-        ({"stop": (5,)}, "stop"),
-        ({"stop": ("\ud800",)}, "stop"),
-        ({"logit_bias": {"3": 1.0}}, "logit_bias"),
-        ({"logit_bias": (3, 1.0)}, "logit_bias"),
-        ({"stop_token_ids": 7}, "stop_token_ids"),
-        ({"beam": 4}, "beam"),
-    ],
-)
-def test_an_option_that_cannot_be_sent_is_refused_by_name(options, field) -> None:
-    with pytest.raises(InvalidRequestError, match=field):
-        wire_generation.client_request_to_proto(wire_generation.ClientRequest("hi", options))
+def test_an_option_that_cannot_be_sent_is_refused_by_name() -> None:
+    for field, value in (
+        ("max_tokens", 2**64),
+        ("temperature", "hot"),
+        ("stop", (5,)),
+        ("stop", ("\ud800",)),
+        ("logit_bias", {"3": 1.0}),
+        ("logit_bias", (3, 1.0)),
+        ("stop_token_ids", 7),
+        ("beam", 4),
+    ):
+        request = wire_generation.ClientRequest("hi", {field: value})
+        with pytest.raises(InvalidRequestError, match=field):
+            wire_generation.client_request_to_proto(request)

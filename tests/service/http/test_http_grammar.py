@@ -4,17 +4,15 @@ says."""
 import json
 from typing import Any
 
-import openai
 import pytest
 
 from jdisagg.client import AsyncClient
 from jdisagg.grammar.json_blanks import without
 from jdisagg.grammar.structural_tags import structural_lark
 from jdisagg.request import Grammar, GrammarKind
-from tests.service.http_doors import http_door
-from tests.service.test_chats_with_tools import TEMPLATE
+from tests.service.chats import TEMPLATE
+from tests.service.http_doors import CHATS, COMPLETIONS, HI, RESPONSES, USUAL, HttpDoor, http_door
 
-COMPLETIONS, CHATS, RESPONSES = "/v1/completions", "/v1/chat/completions", "/v1/responses"
 SCHEMA = {"type": "object", "properties": {"b": {"type": "integer"}, "a": {"const": "é"}}}
 WRITTEN = json.dumps(SCHEMA)  # as `HttpDoor.ask` writes it
 AS_SCHEMA = Grammar(GrammarKind.JSON_SCHEMA, WRITTEN)
@@ -26,6 +24,8 @@ NAMED = {"name": "part", "description": "a part", "schema": SCHEMA, "strict": Tr
 
 CASES: list[tuple[str, dict[str, Any], Grammar]] = [
     (CHATS, {"response_format": {"type": "json_object"}}, AS_OBJECT),
+    (CHATS, {"response_format": {"type": "json_object", "schema": SCHEMA}}, AS_SCHEMA),
+    (CHATS, {"response_format": {"type": "json_schema", "schema": SCHEMA}}, AS_SCHEMA),
     (CHATS, {"response_format": {"type": "json_schema", "json_schema": NAMED}}, AS_SCHEMA),
     (COMPLETIONS, {"response_format": {"type": "json_schema", "json_schema": NAMED}}, AS_SCHEMA),
     (RESPONSES, {"text": {"format": {"type": "json_schema", **NAMED}}}, AS_SCHEMA),
@@ -65,20 +65,10 @@ CASES += [
 async def test_what_one_door_takes_for_a_grammar_the_other_does_too() -> None:
     async with http_door() as door, AsyncClient(door.target) as client:
         for path, fields, grammar in CASES:
-            usual: dict[str, Any] = {
-                COMPLETIONS: {"prompt": "x", "max_tokens": 2},
-                CHATS: {"messages": [{"role": "user", "content": "x"}], "max_tokens": 2},
-                RESPONSES: {"input": "x", "max_output_tokens": 2},
-            }[path]
             seeded = {"seed": 3, "ignore_eos": True}
-            answer = await door.ask(path, usual | fields | seeded)
-            assert answer.status == 200, answer.body
+            answer = await door.served(path, USUAL[path] | fields | seeded)
             assert "jdisagg-ignored-fields" not in answer.headers
-            prompt: dict[str, Any] = (
-                {"prompt": "x"}
-                if path == COMPLETIONS
-                else {"messages": [{"role": "user", "content": "x"}]}
-            )
+            prompt: dict[str, Any] = {"prompt": "hi"} if path == COMPLETIONS else {"messages": HI}
             await client.complete(**prompt, max_tokens=2, grammar=grammar, **seeded)
             http, grpc = door.path.requests[-2:]
             assert http.sampling.grammar == grammar
@@ -86,50 +76,20 @@ async def test_what_one_door_takes_for_a_grammar_the_other_does_too() -> None:
             assert http.stop_ids, "an answer of a form has an end"
 
 
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {},
-        {"response_format": None},
-        {"response_format": {"type": "text"}},
-        {"structured_outputs": {}},
-        {"structured_outputs": {"json": None, "disable_any_whitespace": False}},
-        {"guided_json": None},
-    ],
-)
-async def test_who_asks_for_no_form_gets_any_text(fields: dict[str, Any]) -> None:
-    async with http_door() as door:
+async def test_who_asks_for_no_form_gets_any_text(door: HttpDoor) -> None:
+    nothing = {"json": None, "disable_any_whitespace": False}
+    for fields in ({}, {"structured_outputs": {}}, {"structured_outputs": nothing}):
         answer = await door.ask(COMPLETIONS, {"prompt": "x", "max_tokens": 1, **fields})
-        assert answer.status == 200
-        assert door.path.requests[-1].sampling.grammar is None
-
-
-async def test_openais_client_asks_for_a_schema_as_it_does_elsewhere() -> None:
-    async with http_door() as door, door.client() as client:
-        with pytest.raises(openai.LengthFinishReasonError):
-            await client.chat.completions.parse(
-                model="tiny",
-                messages=[{"role": "user", "content": "x"}],
-                max_tokens=1,
-                response_format={"type": "json_schema", "json_schema": NAMED},  # type: ignore[arg-type]
-            )
-        grammar = door.path.requests[-1].sampling.grammar
-        assert grammar is not None and json.loads(grammar.text) == SCHEMA
+        assert answer.status == 200 and door.path.requests[-1].sampling.grammar is None
 
 
 LOOK_AHEAD: Any = {"type": "string", "pattern": "^(?!a)[a-z]+$"}
 MINE: Any = {"type": "object", "properties": {"a": LOOK_AHEAD, "b": {"type": "integer"}}}
 WITHOUT: Any = {"type": "object", "properties": {"a": {"type": "string"}, "b": {"type": "integer"}}}
 IGNORED = "jdisagg-ignored-fields"
-ASK: dict[str, dict[str, Any]] = {
-    COMPLETIONS: {"prompt": "x", "max_tokens": 1},
-    CHATS: {"messages": [{"role": "user", "content": "x"}], "max_tokens": 1},
-    RESPONSES: {"input": "x", "max_output_tokens": 1},
-    "/v1/messages": {"messages": [{"role": "user", "content": "x"}], "max_tokens": 1},
-}
 
 
-def _asked(strict: bool) -> list[tuple[str, str, dict[str, Any]]]:
+def _restricted(strict: bool) -> list[tuple[str, str, dict[str, Any]]]:
     form = {"name": "x", "schema": MINE, "strict": strict}
     return [
         (CHATS, "response_format", {"type": "json_schema", "json_schema": form}),
@@ -138,32 +98,22 @@ def _asked(strict: bool) -> list[tuple[str, str, dict[str, Any]]]:
     ]
 
 
-@pytest.mark.parametrize(
-    ("path", "name", "value"),
-    [
-        *_asked(False),
-        (CHATS, "structured_outputs", {"json": MINE}),
-        (CHATS, "guided_json", MINE),
-        ("/v1/messages", "output_config", {"format": {"type": "json_schema", "schema": MINE}}),
-    ],
-)
 async def test_a_pattern_that_cannot_be_enforced_is_left_out_and_named_in_a_header(
-    path: str, name: str, value: dict[str, Any]
+    door: HttpDoor,
 ) -> None:
-    async with http_door() as door:
-        answer = await door.ask(path, {**ASK[path], name: value})
-        assert answer.status == 200, answer.body
-        assert answer.headers[IGNORED].endswith(".properties.a.pattern")
+    form = {"format": {"type": "json_schema", "schema": MINE}}
+    others = [(CHATS, "structured_outputs", {"json": MINE}), (CHATS, "guided_json", MINE)]
+    for path, name, value in [
+        *_restricted(False),
+        *others,
+        ("/v1/messages", "output_config", form),
+    ]:
+        answer = await door.served(path, {**USUAL[path], name: value})
+        assert answer.headers[IGNORED].endswith(".properties.a.pattern"), (path, name)
         grammar = door.path.requests[-1].sampling.grammar
         assert grammar is not None and json.loads(grammar.text) == WITHOUT
-
-
-@pytest.mark.parametrize(("path", "name", "value"), _asked(True))
-async def test_a_strict_schema_with_such_a_pattern_is_refused_by_path_keyword_and_reason(
-    path: str, name: str, value: dict[str, Any]
-) -> None:
-    async with http_door() as door:
-        answer = await door.ask(path, {**ASK[path], name: value})
+    for path, name, value in _restricted(True):
+        answer = await door.ask(path, {**USUAL[path], name: value})
         assert (answer.status, answer.error["param"]) == (400, name)
         assert "properties.a.pattern: " in answer.error["message"]
         assert "look-around" in answer.error["message"]
@@ -177,7 +127,7 @@ async def test_the_same_holds_for_the_arguments_of_a_forced_call(strict: bool) -
     async with http_door(template=TEMPLATE) as door:
         for path, tool in tools.items():
             choice: Any = "required" if path != "/v1/messages" else {"type": "any"}
-            asked = {**ASK[path], "tools": [tool], "tool_choice": choice}
+            asked = {**USUAL[path], "tools": [tool], "tool_choice": choice}
             answer = await door.ask(path, asked)
             assert answer.status == (400 if strict else 200), answer.body
             if strict:
@@ -191,11 +141,11 @@ async def test_the_same_holds_for_the_arguments_of_a_forced_call(strict: bool) -
 
 async def test_a_number_of_a_tool_that_a_float_cannot_hold_is_refused() -> None:
     tool = {"name": "f", "parameters": {"properties": {"a": {"const": 2**53 + 1}}}}
-    asked = {**ASK[CHATS], "tools": [tool], "tool_choice": "required"}
+    asked = {**USUAL[CHATS], "tools": [tool], "tool_choice": "required"}
     async with http_door(template=TEMPLATE) as door:
         answer = await door.ask(CHATS, asked)
         assert answer.status == 400
         assert "tools.f.properties.a.const: the number 9007199254740993" in answer.error["message"]
-        assert (await door.ask(CHATS, asked | {"tool_choice": "auto"})).status == 200
+        await door.served(CHATS, asked | {"tool_choice": "auto"})
         shown = bytes(door.path.requests[-1].prompt_token_ids)
         assert b"9007199254740993" in shown

@@ -12,12 +12,11 @@ import pytest_asyncio
 from openai.types.responses.response_input_item_param import ResponseInputItemParam
 
 from jdisagg.config import ServiceConfig
-from tests.service.http_doors import HttpDoor, http_door
-from tests.service.test_chats_with_tools import TEMPLATE
+from tests.service.chats import TEMPLATE
+from tests.service.http_doors import MESSAGES, RESPONSES, HttpDoor, http_door
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
-RESPONSES, MESSAGES = "/v1/responses", "/v1/messages"
 IGNORED = "jdisagg-ignored-fields"
 TOOL = {"type": "function", "name": "f", "parameters": {"type": "object"}}
 
@@ -29,7 +28,7 @@ async def door() -> AsyncIterator[HttpDoor]:
 
 
 def shown(door: HttpDoor) -> str:
-    return bytes(door.path.requests[-1].prompt_token_ids).decode()
+    return door.shown
 
 
 # Items with the text of each that the prompt has, or "" for an item without text.
@@ -83,15 +82,14 @@ async def test_an_item_of_another_servers_tool_is_history(
     result = {"type": "function_call_output", "call_id": "c1", "output": "done"}
     past = {"id": "x_1", **item}
     said = {"role": "user", "content": "go on"}
-    answer = await door.ask(
+    answer = await door.served(
         RESPONSES, {"input": [{"role": "user", "content": "a"}, past, call, result, said]}
     )
-    assert answer.status == 200, answer.body
     assert answer.headers[IGNORED] == f"input.{item['type']}"
     assert text in shown(door) and "AAAA" not in shown(door)
     assert f"{item['type']}:" in shown(door) or text in ("", "<tool>")
     again = {"input": "more", "previous_response_id": answer.fields["id"]}
-    assert (await door.ask(RESPONSES, again)).status == 200
+    await door.served(RESPONSES, again)
     assert text in shown(door)
 
 
@@ -114,7 +112,7 @@ async def test_a_reference_to_a_kept_item_is_this_item(door: HttpDoor) -> None:
     (item,) = first.fields["output"]
     for reference in ({"type": "item_reference", "id": item["id"]}, {"id": item["id"]}):
         said = [{"role": "user", "content": "a"}, reference, {"role": "user", "content": "b"}]
-        assert (await door.ask(RESPONSES, {"input": said})).status == 200
+        await door.served(RESPONSES, {"input": said})
         assert item["content"][0]["text"] in shown(door)
     unknown = [{"type": "item_reference", "id": "msg_unknown"}]
     answer = await door.ask(RESPONSES, {"input": unknown})
@@ -186,8 +184,7 @@ async def test_a_block_of_another_servers_tool_is_history(
         {"role": "assistant", "content": spoken},
         {"role": "user", "content": "b"},
     ]
-    answer = await door.ask(MESSAGES, {"messages": messages, "max_tokens": 1})
-    assert answer.status == 200, answer.body
+    answer = await door.served(MESSAGES, {"messages": messages, "max_tokens": 1})
     assert answer.headers[IGNORED] == f"messages.{block['type']}"
     assert text in shown(door) and "AAAA" not in shown(door), json.dumps(shown(door))
     assert "so" in shown(door)

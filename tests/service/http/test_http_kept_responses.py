@@ -2,7 +2,7 @@
 limits, and by their owner alone."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,41 +16,27 @@ from jdisagg.caller import Caller, calling
 from jdisagg.config import ServiceConfig
 from jdisagg.errors import InvalidRequestError
 from jdisagg.service.http.response_store import KeptResponse, ResponseStore
+from tests.service.chats import CALLS, FLAT, TEMPLATE, Script, prompts, say
 from tests.service.doors import FakePath, eventually
 from tests.service.http_doors import HttpDoor, http_door
-from tests.service.test_chats_with_tools import CALLS, FLAT, TEMPLATE, Script
 
 KEEPS = ServiceConfig(kept_responses_mib=1)
 TINY: Any = {"model": "tiny"}
 
 
-@pytest.fixture
-async def door() -> AsyncIterator[HttpDoor]:
-    async with http_door(Script(text="ok"), KEEPS, template=TEMPLATE) as one:
-        yield one
-
-
-@pytest.fixture
-async def client(door: HttpDoor) -> AsyncIterator[openai.AsyncOpenAI]:
-    async with door.client() as one:
-        yield one
+def opens() -> AbstractAsyncContextManager[HttpDoor]:
+    return http_door(Script(text="ok"), KEEPS, template=TEMPLATE)
 
 
 def strict(reply: Any, kind: type) -> None:
     kind.model_validate(reply.model_dump(warnings=False, by_alias=True), strict=True)
 
 
-def last_prompt(door: HttpDoor) -> str:
-    return bytes(door.path.requests[-1].prompt_token_ids).decode()
-
-
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_response_is_continued_with_all_that_was_said(
     door: HttpDoor, client: openai.AsyncOpenAI, stream: bool
 ) -> None:
-    path = door.path
-    assert isinstance(path, Script)
-    path.text = "<think>\nhm\n</think>\n\nWell." + CALLS[: CALLS.index("\n<tool_call>")]
+    say(door, "<think>\nhm\n</think>\n\nWell." + CALLS[: CALLS.index("\n<tool_call>")])
 
     async def ask(**asked: Any) -> Response:
         if not stream:
@@ -62,13 +48,13 @@ async def test_a_response_is_continued_with_all_that_was_said(
     assert first.store is True and first.metadata == {"a": "b"}  # type: ignore[attr-defined]
     *_, call = first.output
     assert call.type == "function_call"
-    path.text = "ok"
+    say(door, "ok")
     result: Any = {"type": "function_call_output", "call_id": call.call_id, "output": "wet"}
     second = await ask(input=[result], previous_response_id=first.id)
     strict(second, Response)
     assert second.previous_response_id == first.id
     third = await ask(input="so?", previous_response_id=second.id)
-    shown = last_prompt(door)
+    shown = prompts(door)[-1]
     assert shown.endswith(
         "<user>hi<assistant><think>hm</think>Well.<tool_call>weather Köln"
         f" {call.call_id}</tool_call><tool>wet({call.call_id})<assistant>ok<user>so?<assistant>"

@@ -9,12 +9,20 @@ import pytest
 import pytest_asyncio
 
 from tests.service.doors import TEMPLATE
-from tests.service.http_doors import HttpDoor, http_door, one_answer, request
+from tests.service.http_doors import (
+    CHATS,
+    COMPLETIONS,
+    HI,
+    RESPONSES,
+    USUAL,
+    HttpDoor,
+    http_door,
+    one_answer,
+    request,
+)
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
-COMPLETIONS, CHATS, RESPONSES = "/v1/completions", "/v1/chat/completions", "/v1/responses"
-HI: Any = [{"role": "user", "content": "hi"}]
 TOOL = {"name": "f", "parameters": {"type": "object", "properties": {}}}
 # Shows all that a message may hold.
 FULL = (
@@ -56,16 +64,14 @@ async def test_a_late_system_message_is_shown_first_where_the_template_refuses_i
     for template, shown in expected.items():
         async with http_door(template=template) as door:
             for path, body in bodies.items():
-                answer = await door.ask(path, body)
-                assert answer.status == 200, answer.body
-                prompt = bytes(door.path.requests[-1].prompt_token_ids).decode()
+                await door.served(path, body)
+                prompt = door.shown
                 assert prompt == f"{shown}<assistant>", path
 
 
 async def prompt_of(door: HttpDoor, messages: Any, **more: Any) -> str:
-    answer = await door.ask(CHATS, {"messages": messages, "max_tokens": 1, **more})
-    assert answer.status == 200, answer.body
-    return bytes(door.path.requests[-1].prompt_token_ids).decode()
+    await door.served(CHATS, {"messages": messages, "max_tokens": 1, **more})
+    return door.shown
 
 
 ODD: list[dict[str, Any]] = [
@@ -120,27 +126,25 @@ OF_COMPLETIONS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("path", "odd"),
-    [
-        *((CHATS, odd) for odd in (*ODD, *OF_CHATS)),
-        *((COMPLETIONS, odd) for odd in (*ODD, *OF_COMPLETIONS)),
-        *((RESPONSES, odd) for odd in ODD if not {"n", "stream", "response_format"} & set(odd)),
-    ],
-    ids=str,
-)
-async def test_a_value_that_others_serve_is_served(
-    door: HttpDoor, path: str, odd: dict[str, Any]
-) -> None:
-    usual = {CHATS: {"messages": HI}, COMPLETIONS: {"prompt": "hi"}, RESPONSES: {"input": "hi"}}
-    answer = await door.ask(path, {"max_tokens": 2, **usual[path], **odd})
-    assert answer.status == 200, answer.body
-    assert "jdisagg-ignored-fields" not in answer.headers
+async def test_a_value_that_others_serve_is_served(door: HttpDoor) -> None:
+    usual = USUAL | {RESPONSES: {"input": "hi"}}
+    not_there = {"n", "stream", "response_format"}
+    values = {
+        CHATS: ODD + OF_CHATS,
+        COMPLETIONS: ODD + OF_COMPLETIONS,
+        RESPONSES: [odd for odd in ODD if not not_there & set(odd)],
+    }
+    wrong = []
+    for path, odd in ((one, odd) for one in values for odd in values[one]):
+        answer = await door.ask(path, usual[path] | odd)
+        if answer.status != 200 or "jdisagg-ignored-fields" in answer.headers:
+            wrong.append((path, odd, answer.body))
+    assert not wrong
 
 
 async def test_odd_values_mean_what_they_mean_elsewhere(door: HttpDoor) -> None:
     async def sampled(**odd: Any) -> Any:
-        assert (await door.ask(COMPLETIONS, {"prompt": "x", "max_tokens": 2, **odd})).status == 200
+        await door.served(COMPLETIONS, {"prompt": "x", "max_tokens": 2, **odd})
         return door.path.requests[-1].sampling
 
     assert (await sampled(top_p=0)).temperature == 0
@@ -153,101 +157,66 @@ async def test_odd_values_mean_what_they_mean_elsewhere(door: HttpDoor) -> None:
     assert (await sampled(seed=-7)).seed != (await sampled(seed=-8)).seed
 
 
-CALL = {"type": "function", "id": "c1", "function": {"name": "f", "arguments": '{"x": 1}'}}
+ARGUMENTS: list[tuple[Any, str]] = [
+    ('{"x": 1}', '{"x": 1}'),
+    ('{"x": 1, "y": [2, ', '{"x": 1, "y": [2]}'),  # tests/chat/test_history.py has other texts
+    ("", "{}"),
+    (None, "{}"),
+    ({"x": 1}, '{"x": 1}'),
+]
 
 
-def calling(**function: Any) -> list[dict[str, Any]]:
-    called = {"name": "f", "arguments": "{}"} | function
-    return [*HI, {"role": "assistant", "content": None, "tool_calls": [{"function": called}]}]
+async def test_a_call_in_the_history_is_accepted_however_it_ended(door: HttpDoor) -> None:
+    for arguments, shown in ARGUMENTS:
+        call = {"function": {"name": "f", "arguments": arguments}}
+        called = {"role": "assistant", "content": None, "tool_calls": [call]}
+        said = await prompt_of(door, [*HI, called])
+        assert said == f"<user>hi<assistant>~<tool_call>f{shown}</tool_call><assistant>"
+        items = [
+            HI[0],
+            {"type": "function_call", "call_id": "c1", "name": "f", "arguments": arguments},
+            {"type": "function_call_output", "call_id": "c1", "output": "ok"},
+        ]
+        await door.served(RESPONSES, {"input": items, "max_output_tokens": 1})
+        told = door.shown
+        assert f"<tool_call>f{shown}</tool_call><tool>ok" in told
 
 
-@pytest.mark.parametrize(
-    ("arguments", "shown"),
-    [
-        ('{"x": 1}', '{"x": 1}'),
-        ('{"x": tr', "{}"),
-        ('{"x": 1, "y": [2, ', '{"x": 1, "y": [2]}'),
-        ('{"x": 1} and more', '{"x": 1}'),
-        ("null", "{}"),
-        ("", "{}"),
-        (None, "{}"),
-        ({"x": 1}, '{"x": 1}'),
-        ("Paris", '{"arguments": "Paris"}'),
-    ],
-)
-async def test_a_call_in_the_history_is_accepted_however_it_ended(
-    door: HttpDoor, arguments: Any, shown: str
-) -> None:
-    said = await prompt_of(door, calling(arguments=arguments))
-    assert said == f"<user>hi<assistant>~<tool_call>f{shown}</tool_call><assistant>"
-    items = [
-        {"role": "user", "content": "hi"},
-        {"type": "function_call", "call_id": "c1", "name": "f", "arguments": arguments},
-        {"type": "function_call_output", "call_id": "c1", "output": "ok"},
-    ]
-    assert (await door.ask(RESPONSES, {"input": items, "max_output_tokens": 1})).status == 200
-    told = bytes(door.path.requests[-1].prompt_token_ids).decode()
-    assert f"<tool_call>f{shown}</tool_call><tool>ok" in told
+THOUGHT = [{"type": "thinking", "thinking": "hm"}, {"type": "text", "text": "a"}]
+OF_ASSISTANT: list[tuple[dict[str, Any], str]] = [
+    ({"content": None, "tool_calls": []}, "~"),
+    ({"content": "a", "tool_calls": None}, "a"),
+    ({}, "~"),
+    ({"content": ""}, ""),
+    ({"content": [], "refusal": None}, ""),
+    ({"content": None, "refusal": "No."}, "No."),
+    ({"content": [{"type": "refusal", "refusal": "No."}]}, "|No.|"),
+    ({"content": "a", "reasoning_content": None, "reasoning": "hm"}, "<think>hm</think>a"),
+    ({"content": "a", "reasoning": "hm", "reasoning_content": "hm"}, "<think>hm</think>a"),
+    ({"content": THOUGHT}, "<think>hm</think>|a|"),
+    ({"content": "a", "audio": None, "function_call": None}, "a"),
+    ({"content": "a", "annotations": [], "index": 0}, "a"),
+    (
+        {"content": "a", "function_call": {"name": "f", "arguments": '{"x": 1}'}},
+        'a<tool_call>f{"x": 1}</tool_call>',
+    ),
+]
+OF_OTHERS: list[tuple[dict[str, Any], str]] = [
+    ({"role": "tool", "content": "r", "tool_call_id": None, "name": None}, "<tool>r"),
+    ({"role": "tool", "content": [{"type": "text", "text": "r"}]}, "<tool>|r|"),
+    ({"role": "function", "name": "f", "content": "r"}, "<tool>r"),
+    ({"role": "developer", "content": "s"}, "<system>s"),
+    ({"role": "critic", "content": "s"}, "<critic>s"),
+    ({"role": "user", "content": ["a", {"text": "b"}]}, "<user>|a||b|"),
+    ({"role": "user", "content": "a", "name": "Bob"}, "<user>a"),
+]
 
 
-@pytest.mark.parametrize(
-    ("message", "shown"),
-    [
-        ({"role": "assistant", "content": None, "tool_calls": []}, "<assistant>~"),
-        ({"role": "assistant", "content": "a", "tool_calls": None}, "<assistant>a"),
-        ({"role": "assistant"}, "<assistant>~"),
-        ({"role": "assistant", "content": ""}, "<assistant>"),
-        ({"role": "assistant", "content": [], "refusal": None}, "<assistant>"),
-        ({"role": "assistant", "content": None, "refusal": "No."}, "<assistant>No."),
-        (
-            {"role": "assistant", "content": [{"type": "refusal", "refusal": "No."}]},
-            "<assistant>|No.|",
-        ),
-        (
-            {"role": "assistant", "content": "a", "reasoning_content": None, "reasoning": "hm"},
-            "<assistant><think>hm</think>a",
-        ),
-        (
-            {"role": "assistant", "content": "a", "reasoning": "hm", "reasoning_content": "hm"},
-            "<assistant><think>hm</think>a",
-        ),
-        (
-            {
-                "role": "assistant",
-                "content": [{"type": "thinking", "thinking": "hm"}, {"type": "text", "text": "a"}],
-            },
-            "<assistant><think>hm</think>|a|",
-        ),
-        (
-            {"role": "assistant", "content": "a", "audio": None, "function_call": None},
-            "<assistant>a",
-        ),
-        ({"role": "assistant", "content": "a", "annotations": [], "index": 0}, "<assistant>a"),
-        (
-            {
-                "role": "assistant",
-                "content": "a",
-                "function_call": {"name": "f", "arguments": '{"x": 1}'},
-            },
-            '<assistant>a<tool_call>f{"x": 1}</tool_call>',
-        ),
-        ({"role": "tool", "content": "r", "tool_call_id": None, "name": None}, "<tool>r"),
-        ({"role": "tool", "content": [{"type": "text", "text": "r"}]}, "<tool>|r|"),
-        ({"role": "function", "name": "f", "content": "r"}, "<tool>r"),
-        ({"role": "developer", "content": "s"}, "<system>s"),
-        ({"role": "critic", "content": "s"}, "<critic>s"),
-        ({"role": "user", "content": ["a", "b"]}, "<user>|a||b|"),
-        (
-            {"role": "user", "content": [{"text": "a"}, {"type": "text", "text": "b"}]},
-            "<user>|a||b|",
-        ),
-        ({"role": "user", "content": "a", "name": "Bob"}, "<user>a"),
-    ],
-)
-async def test_a_message_may_have_every_form_that_clients_send(
-    door: HttpDoor, message: dict[str, Any], shown: str
-) -> None:
-    assert await prompt_of(door, [*HI, message]) == f"<user>hi{shown}<assistant>"
+async def test_a_message_may_have_every_form_that_clients_send(door: HttpDoor) -> None:
+    rows = [({"role": "assistant"} | row, f"<assistant>{shown}") for row, shown in OF_ASSISTANT]
+    for message, shown in [*rows, *OF_OTHERS]:
+        said = await prompt_of(door, [*HI, message])
+        assert said == f"<user>hi{shown}<assistant>", message
 
 
 async def test_a_role_that_the_template_does_not_display_is_refused(door: HttpDoor) -> None:
@@ -264,135 +233,98 @@ async def test_documents_and_a_tools_result_reach_the_template(door: HttpDoor) -
     assert (await prompt_of(door, HI, **asked)).startswith("[f{'type': 'string'}]<user>")
 
 
-@pytest.mark.parametrize(
-    "tool", [{"type": "function", "function": TOOL}, {"type": "function", **TOOL}]
-)
-@pytest.mark.parametrize(
-    "choice",
-    [
-        "required",
-        "any",
-        {"type": "any"},
-        {"type": "required"},
-        {"type": "function", "function": {"name": "f"}},
-        {"type": "function", "name": "f"},
-        {"function": {"name": "f"}},
-        {"type": "tool", "name": "f"},
-    ],
-    ids=str,
-)
-async def test_a_call_may_be_required_in_every_form(
-    door: HttpDoor, tool: dict[str, Any], choice: Any
-) -> None:
-    await prompt_of(door, HI, tools=[tool], tool_choice=choice)
-    grammar = door.path.requests[-1].sampling.grammar
-    assert grammar is not None and '"const": "f"' in grammar.text
+CHOICES: list[Any] = ["required", "any", {"type": "any"}, {"type": "required"}]
+CHOICES += [{"type": "function", "function": {"name": "f"}}, {"type": "function", "name": "f"}]
+CHOICES += [{"function": {"name": "f"}}, {"type": "tool", "name": "f"}]
+
+
+async def test_a_call_may_be_required_in_every_form(door: HttpDoor) -> None:
+    for choice in CHOICES:
+        for tool in ({"type": "function", "function": TOOL}, {"type": "function", **TOOL}):
+            await prompt_of(door, HI, tools=[tool], tool_choice=choice)
+            grammar = door.path.requests[-1].sampling.grammar
+            assert grammar is not None and '"const": "f"' in grammar.text, (tool, choice)
     await prompt_of(door, HI, tools=[tool], tool_choice={"type": "auto"})
     assert door.path.requests[-1].sampling.grammar is None
 
 
-@pytest.mark.parametrize(
-    ("asked", "thinks", "effort"),
-    [
-        ({"reasoning": {"effort": "high"}}, None, "high"),
-        ({"reasoning": {"enabled": False}}, False, None),
-        ({"reasoning": {"effort": "none"}}, False, "none"),
-        ({"reasoning": {"enabled": True}, "enable_thinking": False}, False, None),
-        ({"reasoning_effort": "low", "reasoning": {"effort": "high"}}, None, "low"),
-    ],
-    ids=str,
-)
-async def test_reasoning_is_asked_of_the_template(
-    asked: dict[str, Any], thinks: bool | None, effort: str | None
-) -> None:
+REASONING: list[tuple[dict[str, Any], str]] = [
+    ({"reasoning": {"effort": "high"}}, "None high"),
+    ({"reasoning": {"enabled": False}}, "False None"),
+    ({"reasoning": {"effort": "none"}}, "False none"),
+    ({"reasoning": {"enabled": True}, "enable_thinking": False}, "False None"),
+    ({"reasoning_effort": "low", "reasoning": {"effort": "high"}}, "None low"),
+    ({"reasoning_effort": "none"}, "False none"),
+    ({"enable_thinking": False}, "False None"),
+    ({"thinking": {"type": "disabled"}}, "False None"),
+    ({"thinking": {"type": "adaptive"}}, "None None"),
+    (
+        {"chat_template_kwargs": {"enable_thinking": False}, "thinking": {"type": "enabled"}},
+        "False None",
+    ),
+]
+
+
+async def test_reasoning_is_asked_of_the_template() -> None:
     shown = "{{ enable_thinking | default(none) }} {{ reasoning_effort | default(none) }}"
     async with http_door(template=TEMPLATE + shown) as door:
-        assert (await prompt_of(door, HI, **asked)).endswith(f"<assistant>{thinks} {effort}")
+        for asked, told in REASONING:
+            assert (await prompt_of(door, HI, **asked)).endswith(f"<assistant>{told}"), asked
+        answer = await door.ask(RESPONSES, {"input": "hi", "reasoning": {"effort": "low"}})
+        assert answer.status == 200
+        assert bytes(door.path.requests[-1].prompt_token_ids).endswith(b"None low")
 
 
-@pytest.mark.parametrize(
-    "path", ["/health", "/health/", "/ping", "/ping/", "/healthz", "/livez", "/readyz", "//health"]
-)
-@pytest.mark.parametrize("method", ["GET", "HEAD", "POST"])
-async def test_health_has_the_paths_of_others(door: HttpDoor, path: str, method: str) -> None:
-    head = f"{method} {path} HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
-    answer = await door.send(head.encode())
-    assert answer.status == 200 and (answer.body == b"") == (method == "HEAD")
+HEALTH = ("/health", "/health/", "/ping", "/ping/", "/healthz", "/livez", "/readyz", "//health")
+
+
+async def test_health_has_the_paths_of_others(door: HttpDoor) -> None:
+    for path in HEALTH:
+        for method in ("GET", "HEAD", "POST"):
+            head = f"{method} {path} HTTP/1.1\r\nhost: x\r\nconnection: close\r\n"
+            answer = await door.send(f"{head}content-length: 0\r\n\r\n".encode())
+            assert answer.status == 200 and (answer.body == b"") == (method == "HEAD"), path
 
 
 async def test_slashes_too_many_change_no_path(door: HttpDoor) -> None:
     for path in (COMPLETIONS + "/", "/" + COMPLETIONS, "//v1//completions//"):
-        assert (await door.ask(path, {"prompt": "x", "max_tokens": 1})).status == 200
+        await door.served(path, {"prompt": "x", "max_tokens": 1})
     assert (await door.ask("/v1/models/")).fields["object"] == "list"
     assert (await door.ask("/v1/models/tiny/")).fields["id"] == "tiny"
 
 
-@pytest.mark.parametrize("cut", [False, True])
-@pytest.mark.parametrize(
-    "offer",
-    [
-        {"connection": "Upgrade, HTTP2-Settings", "upgrade": "h2c", "http2-settings": "AAEA"},
-        {"connection": "upgrade", "upgrade": "websocket"},
-    ],
-    ids=["h2c", "websocket"],
-)
+OFFERS: list[dict[str, str]] = [
+    {"connection": "Upgrade, HTTP2-Settings", "upgrade": "h2c", "http2-settings": "AAEA"},
+    {"connection": "upgrade", "upgrade": "websocket"},
+]
+
+
+@pytest.mark.parametrize("offer", OFFERS, ids=["h2c", "websocket"])
 async def test_an_offer_of_another_protocol_is_ignored(
-    door: HttpDoor, offer: dict[str, str], cut: bool
+    door: HttpDoor, offer: dict[str, str]
 ) -> None:
     reader, writer = await door.connect()
-    for headers in (offer, {}, offer):
-        data = request(COMPLETIONS, {"prompt": "x", "max_tokens": 1}, **headers)
-        at = data.index(b"\r\n\r\n") + (4 if cut else 0)
-        for piece in (data[:at], data[at:]):
-            writer.write(piece)
-            await asyncio.sleep(0.01)
-        assert (await one_answer(reader)).status == 200
+    for cut in (0, 4):
+        for headers in (offer, {}, offer):
+            data = request(COMPLETIONS, {"prompt": "x", "max_tokens": 1}, **headers)
+            at = data.index(b"\r\n\r\n") + cut
+            for piece in (data[:at], data[at:]):
+                writer.write(piece)
+                await asyncio.sleep(0.01)
+            assert (await one_answer(reader)).status == 200
     writer.close()
 
 
-@pytest.mark.parametrize("kind", ["application/json; charset=utf-8", "application/vnd.api+json"])
-async def test_json_has_many_names(door: HttpDoor, kind: str) -> None:
+async def test_json_has_many_names(door: HttpDoor) -> None:
     body = b'\xef\xbb\xbf{"prompt": "x", "max_tokens": 1}'
-    for more in ({}, {"origin": "http://here"}):
-        assert (await door.ask(COMPLETIONS, raw=body, content_type=kind, **more)).status == 200
+    for kind in ("application/json; charset=utf-8", "application/vnd.api+json"):
+        for more in ({}, {"origin": "http://here"}):
+            answer = await door.ask(COMPLETIONS, raw=body, content_type=kind, **more)
+            assert answer.status == 200
 
 
-@pytest.mark.parametrize("path", ["/v1/rerank", "/v1/moderations"])
-async def test_what_needs_a_model_of_another_kind_is_refused_by_name(
-    door: HttpDoor, path: str
-) -> None:
-    answer = await door.ask(path, {"input": "x", "model": "tiny"})
-    assert answer.status == 404 and f"{path} is not served: the model generates" in str(answer.body)
-
-
-@pytest.mark.parametrize(
-    "schema",
-    [
-        {"type": "string", "format": "phone"},
-        {"type": "object", "properties": {"format": {"type": "string", "format": "password"}}},
-        {"type": "array", "items": {"type": "string"}, "uniqueItems": False},
-    ],
-    ids=str,
-)
-async def test_a_schema_with_words_of_pydantic_and_openapi_is_served(
-    door: HttpDoor, schema: dict[str, Any]
-) -> None:
-    wanted = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
-    await prompt_of(door, HI, response_format=wanted)
-    tool = {"name": "f", "parameters": {"type": "object", "properties": {"x": schema}}}
-    asked = {"tools": [{"type": "function", "function": tool}], "tool_choice": "required"}
-    await prompt_of(door, HI, **asked)
-
-
-async def test_an_empty_text_is_a_prompt_where_the_tokenizer_adds_a_token() -> None:
-    async with http_door(template=TEMPLATE) as door:
-        codec: Any = door.frontend.prompts.codec
-        encode = codec.encode
-        codec.encode = lambda text, add_special_tokens=True: [0, *encode(text)]
-        for prompt, expected in (("", [(0,)]), (["a", "", "b"], [(0, 97), (0,), (0, 98)])):
-            door.path.requests.clear()
-            answer = await door.ask(COMPLETIONS, {"prompt": prompt, "max_tokens": 1})
-            assert answer.status == 200, answer.body
-            prompts = [request.prompt_token_ids for request in door.path.requests]
-            assert sorted(prompts) == sorted(expected)
-        assert (await door.ask("/tokenize", {"prompt": ""})).fields["tokens"] == [0]
+async def test_what_needs_a_model_of_another_kind_is_refused_by_name(door: HttpDoor) -> None:
+    for path in ("/v1/rerank", "/v1/moderations"):
+        answer = await door.ask(path, {"input": "x", "model": "tiny"})
+        assert answer.status == 404
+        assert f"{path} is not served: the model generates" in str(answer.body)

@@ -12,11 +12,11 @@ import pytest
 from jdisagg.config import ServiceConfig
 from jdisagg.request import GrammarKind, Request, StreamEvent
 from jdisagg.service.http import generation
+from tests.service.chats import CALLS, SCHEMA, TEMPLATE, THOUGHT, Script, prompts, say, script_door
 from tests.service.doors import CACHED, MODEL, FakePath
-from tests.service.http_doors import HttpDoor, http_door
-from tests.service.test_chats_with_tools import CALLS, SCHEMA, TEMPLATE, THOUGHT, Script
+from tests.service.http_doors import MESSAGES, HttpDoor, http_door, taken
 
-MESSAGES = "/v1/messages"
+opens = script_door
 HI: Any = {"max_tokens": 500, "messages": [{"role": "user", "content": "hi"}]}
 WEATHER: Any = {"name": "weather", "description": "of a city", "input_schema": SCHEMA}
 
@@ -30,16 +30,6 @@ class Stopped(Script):
             if event.finish_reason is not None:
                 object.__setattr__(event, "stop_string", "###")
             yield event
-
-
-@pytest.fixture
-async def door() -> AsyncIterator[HttpDoor]:
-    async with http_door(Script(), template=TEMPLATE) as one:
-        yield one
-
-
-def prompts(door: HttpDoor) -> list[str]:
-    return [bytes(request.prompt_token_ids).decode() for request in door.path.requests]
 
 
 def frames(body: bytes) -> list[dict[str, Any]]:
@@ -98,9 +88,9 @@ async def both(door: HttpDoor, asked: dict[str, Any]) -> dict[str, Any]:
     return answer.fields
 
 
-@pytest.mark.parametrize("characters", [1, 3, 1000])
+@pytest.mark.parametrize("characters", [1, 1000])
 async def test_thinking_text_and_calls_are_blocks(door: HttpDoor, characters: int) -> None:
-    door.path.text, door.path.characters = THOUGHT, characters  # type: ignore[attr-defined]
+    say(door, THOUGHT, characters)
     message = await both(door, HI | {"tools": [WEATHER]})
     thinking, text, *calls = message["content"]
     assert (thinking["type"], thinking["thinking"]) == ("thinking", "hmm")
@@ -121,7 +111,7 @@ async def test_thinking_text_and_calls_are_blocks(door: HttpDoor, characters: in
 
 @pytest.mark.parametrize(("cut", "reason"), [(False, "end_turn"), (True, "max_tokens")])
 async def test_why_a_message_ended(door: HttpDoor, cut: bool, reason: str) -> None:
-    door.path.text, door.path.cut = "yes", cut  # type: ignore[attr-defined]
+    say(door, "yes", cut=cut)
     message = await both(door, HI | {"max_tokens": 3})
     assert message["stop_reason"] == reason
     assert message["content"] == [{"type": "text", "text": "yes", "citations": None}]
@@ -132,7 +122,7 @@ async def test_why_a_message_ended(door: HttpDoor, cut: bool, reason: str) -> No
 
 
 async def test_a_full_context_is_not_max_tokens(door: HttpDoor) -> None:
-    door.path.text, door.path.cut = "yes", True  # type: ignore[attr-defined]
+    say(door, "yes", cut=True)
     message = await both(door, HI | {"max_tokens": 32_000})
     assert message["stop_reason"] == "model_context_window_exceeded"
     request = door.path.requests[0]
@@ -144,14 +134,6 @@ async def test_a_stop_sequence_is_named() -> None:
         message = await both(door, HI | {"stop_sequences": ["###", "y"]})
         assert (message["stop_reason"], message["stop_sequence"]) == ("stop_sequence", "###")
         assert door.path.requests[0].sampling.stop == ("###", "y")
-
-
-async def test_a_call_that_was_cut_off_keeps_its_text(door: HttpDoor) -> None:
-    path = door.path
-    path.text, path.cut = CALLS[: CALLS.index("Köln") + 2], True  # type: ignore[attr-defined]
-    message = (await door.ask(MESSAGES, HI | {"tools": [WEATHER]})).fields
-    (call,) = message["content"]
-    assert call["input"] == {"INVALID_JSON": '{"city": "Kö'}
 
 
 async def test_cached_tokens_are_left_out_of_input_tokens() -> None:
@@ -187,96 +169,10 @@ ROUND: Any = [
         ],
     },
 ]
-# Blocks that are texts in another form, and the text that the model is shown.
-TEXTS: list[tuple[Any, str]] = [
-    ({"type": "document", "source": {"type": "text", "data": "facts"}}, "facts"),
-    (
-        {
-            "type": "document",
-            "title": "T",
-            "context": "C",
-            "citations": {"enabled": True},
-            "source": {"type": "content", "content": [{"type": "text", "text": "facts"}]},
-        },
-        "T\nC\nfacts",
-    ),
-    ({"type": "document", "source": {"type": "content", "content": "facts"}}, "facts"),
-    (
-        {
-            "type": "search_result",
-            "title": "T",
-            "source": "http://x",
-            "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}],
-        },
-        "T\nhttp://x\na\nb",
-    ),
-    ({"text": "facts"}, "facts"),
-    ("facts", "facts"),
-]
-
-
-@pytest.mark.parametrize(("block", "shown"), TEXTS, ids=lambda one: str(one)[:40])
-async def test_a_text_may_have_every_form(door: HttpDoor, block: Any, shown: str) -> None:
-    door.path.text = "ok"  # type: ignore[attr-defined]
-    referred = {"type": "tool_reference", "tool_name": "weather"}
-    result = {"type": "tool_result", "tool_use_id": "c1", "content": [referred, block]}
-    called = {"role": "assistant", "content": [{"type": "tool_use", "name": "weather"}]}
-    said = [HI["messages"][0], called, {"role": "user", "content": [result, block]}]
-    answer = await door.ask(MESSAGES, HI | {"messages": said})
-    assert answer.status == 200, answer.body
-    assert prompts(door)[0].endswith(f"<tool>weather\n{shown}(c1)<user>{shown}<assistant>")
-
-
-@pytest.mark.parametrize(
-    ("given", "city"), [({"city": "Rom"}, "Rom"), ('{"city": "Rom"}', "Rom"), (None, ""), ("", "")]
-)
-async def test_a_call_in_the_history_is_accepted_however_it_is_written(
-    door: HttpDoor, given: Any, city: str
-) -> None:
-    door.path.text = "ok"  # type: ignore[attr-defined]
-    called = {"type": "tool_use", "name": "weather", "input": given}
-    thought = {"type": "thinking", "signature": "s"}  # whose text was left out
-    said = [HI["messages"][0], {"role": "assistant", "content": [thought, called]}]
-    assert (await door.ask(MESSAGES, HI | {"messages": said})).status == 200
-    assert f"<assistant><tool_call>weather {city} </tool_call>" in prompts(door)[0]
-
-
-@pytest.mark.parametrize(
-    ("keep", "kept"),
-    [
-        ({}, "b"),
-        ({"keep": "all"}, "ab"),
-        ({"keep": {"type": "all"}}, "ab"),
-        ({"keep": {"type": "thinking_turns", "value": 1}}, "b"),
-        ({"keep": {"type": "thinking_turns", "value": 2}}, "ab"),
-    ],
-    ids=str,
-)
-async def test_thinking_of_earlier_turns_is_cleared(door: HttpDoor, keep: Any, kept: str) -> None:
-    door.path.text = "ok"  # type: ignore[attr-defined]
-    result = {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "c1"}]}
-    said = HI["messages"] + [
-        {"role": "assistant", "content": [{"type": "thinking", "thinking": "a"}, "x"]},
-        *HI["messages"],
-        {
-            "role": "assistant",
-            "content": [
-                {"type": "thinking", "thinking": "b"},
-                {"type": "tool_use", "name": "weather", "id": "c1", "input": {}},
-            ],
-        },
-        result,
-        {"role": "assistant", "content": [{"type": "thinking", "thinking": "b"}, "y"]},
-    ]
-    edits = {"edits": [{"type": "clear_thinking_20251015", **keep}]}
-    answer = await door.ask(MESSAGES, HI | {"messages": said, "context_management": edits})
-    assert answer.status == 200, answer.body
-    shown = prompts(door)[0]
-    assert [shown.count(f"<think>{one}</think>") for one in "ab"] == [kept.count("a"), 2]
 
 
 async def test_tools_of_anthropics_servers_are_left_out_beside_others(door: HttpDoor) -> None:
-    door.path.text = "ok"  # type: ignore[attr-defined]
+    say(door, "ok")
     hosted = [{"type": "web_search_20250305", "name": "web_search", "max_uses": 5}]
     answer = await door.ask(MESSAGES, HI | {"tools": [*hosted, WEATHER | {"defer_loading": True}]})
     assert answer.headers["jdisagg-ignored-fields"] == "tools.web_search_20250305"
@@ -292,7 +188,7 @@ SHOWN = (
 
 
 async def test_the_model_is_shown_the_whole_conversation(door: HttpDoor) -> None:
-    door.path.text = "ok"  # type: ignore[attr-defined]
+    say(door, "ok")
     system = [{"type": "text", "text": text} for text in ("Be", "brief")]
     asked = {"messages": ROUND, "system": system, "tools": [WEATHER]}
     answer = await door.ask(MESSAGES, asked | {"max_tokens": 9, "metadata": {"user_id": "u"}})
@@ -305,7 +201,7 @@ async def test_the_model_is_shown_the_whole_conversation(door: HttpDoor) -> None
 
 
 async def test_a_final_message_of_the_assistant_is_continued(door: HttpDoor) -> None:
-    door.path.text = "ok"  # type: ignore[attr-defined]
+    say(door, "ok")
     messages = [*HI["messages"], {"role": "assistant", "content": "Well, "}]
     message = await both(door, HI | {"messages": messages})
     assert prompts(door)[0] == "<user>hi<assistant>Well, "
@@ -314,23 +210,14 @@ async def test_a_final_message_of_the_assistant_is_continued(door: HttpDoor) -> 
 
 @pytest.mark.parametrize(("kind", "thinks"), [("enabled", True), ("disabled", False)])
 async def test_thinking_is_asked_of_the_template(door: HttpDoor, kind: str, thinks: bool) -> None:
-    door.path.text = "a</think>b" if thinks else "b"  # type: ignore[attr-defined]
+    say(door, "a</think>b" if thinks else "b")
     message = await both(door, HI | {"thinking": {"type": kind, "budget_tokens": 1024}})
     assert prompts(door)[0].endswith("<think>\n") == thinks
     assert [one["type"] for one in message["content"]] == ["thinking"] * thinks + ["text"]
 
 
-@pytest.mark.parametrize("choice", [{"type": "any"}, {"type": "tool", "name": "weather"}])
-async def test_a_call_that_is_required(door: HttpDoor, choice: Any) -> None:
-    door.path.text = '[{"name": "weather", "arguments": {"city":"Köln"}}]'  # type: ignore
-    message = await both(door, HI | {"tools": [WEATHER], "tool_choice": choice})
-    assert message["stop_reason"] == "tool_use"
-    assert [one["input"] for one in message["content"]] == [{"city": "Köln"}]
-    assert door.path.requests[0].sampling.grammar is not None
-
-
 async def test_without_a_tool_choice_of_calls_nothing_is_a_call(door: HttpDoor) -> None:
-    door.path.text = CALLS  # type: ignore[attr-defined]
+    say(door, CALLS)
     message = await both(door, HI | {"tools": [WEATHER], "tool_choice": {"type": "none"}})
     assert message["content"] == [{"type": "text", "text": CALLS, "citations": None}]
     one = {"type": "auto", "disable_parallel_tool_use": True}
@@ -338,22 +225,8 @@ async def test_without_a_tool_choice_of_calls_nothing_is_a_call(door: HttpDoor) 
     assert len(message["content"]) == 1 and message["stop_reason"] == "tool_use"
 
 
-FORM = {"type": "json_schema", "schema": SCHEMA}
-
-
-@pytest.mark.parametrize(
-    "asked", [{"output_config": {"format": FORM, "effort": "low"}}, {"output_format": FORM}]
-)
-async def test_an_answer_may_have_to_follow_a_schema(asked: dict[str, Any]) -> None:
-    async with http_door(Script(text="{}")) as door:
-        await both(door, HI | asked)
-        grammar = door.path.requests[0].sampling.grammar
-    assert grammar is not None and grammar.kind is GrammarKind.JSON_SCHEMA
-    assert json.loads(grammar.text) == SCHEMA
-
-
 async def test_no_tokens_fill_the_cache_alone(door: HttpDoor) -> None:
-    door.path.text = "ok"  # type: ignore[attr-defined]
+    say(door, "ok")
     message = await both(door, HI | {"max_tokens": 0})
     assert (message["content"], message["stop_reason"]) == ([], "max_tokens")
     assert message["usage"]["output_tokens"] == 0
@@ -361,52 +234,6 @@ async def test_no_tokens_fill_the_cache_alone(door: HttpDoor) -> None:
 
 BLOCK: Any = {"role": "user", "content": [{"type": "unheard_of"}]}
 PDF: Any = {"type": "document", "source": {"type": "base64", "data": ""}}
-WRONG: list[tuple[dict[str, Any], str]] = [
-    ({"max_tokens": None}, "max_tokens is missing"),
-    ({"messages": None}, "messages is missing"),
-    ({"messages": [BLOCK]}, "messages[0].content[0].type must be text, image"),
-    ({"messages": [{"role": "user", "content": [PDF]}]}, "content[0].source.type must be text or"),
-    ({"messages": [{"role": "tool", "content": ""}]}, "messages[0].role must be user or assist"),
-    ({"system": [{"type": "image"}]}, "system[0].type must be text"),
-    ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, "tools[0].type must be custom"),
-    ({"tools": [{"name": "f"}]}, "tools[0].input_schema is missing"),
-    ({"tool_choice": {"type": "some"}}, "tool_choice.type must be auto, any, none or tool"),
-    ({"thinking": {"type": "deep"}}, "thinking.type must be enabled"),
-    ({"context_management": {"edits": [{"type": "compact"}]}}, "context_management.edits[0].type"),
-    ({"mcp_servers": [{"url": "x"}]}, "mcp_servers="),
-    ({"n": 2}, "n=2 is not supported"),
-    ({"output_config": {"format": {"type": "xml"}}}, "output_config.format.type must be"),
-]
-
-
-@pytest.mark.parametrize(("fields", "words"), WRONG, ids=lambda one: str(one)[:30])
-async def test_what_is_wrong_is_named(door: HttpDoor, fields: Any, words: str) -> None:
-    answer = await door.ask(MESSAGES, HI | fields)
-    assert (answer.status, answer.fields["type"]) == (400, "error")
-    assert answer.error["type"] == "invalid_request_error" and words in answer.error["message"]
-    assert set(answer.error) == {"type", "message"}
-
-
-@pytest.mark.parametrize(
-    ("asked", "status", "kind"),
-    [
-        ({"model": "other"}, 404, "not_found_error"),
-        ({"tenant": "crowd"}, 529, "overloaded_error"),
-        ({"tenant": "bug"}, 500, "api_error"),
-    ],
-)
-async def test_errors_have_anthropics_form(asked: Any, status: int, kind: str) -> None:
-    async with http_door() as door:
-        answer = await door.ask(MESSAGES, HI | {"max_tokens": 5} | asked)
-        assert (answer.status, answer.error["type"]) == (status, kind)
-
-
-async def test_an_error_ends_a_stream_that_began() -> None:
-    async with http_door() as door:
-        asked = HI | {"max_tokens": 5, "tenant": "lost", "stream": True}
-        *_, last = frames((await door.ask(MESSAGES, asked)).body)
-        error = {"type": "api_error", "message": "lost"}
-        assert last == {"type": "error", "error": error, "request_id": None}
 
 
 async def test_a_long_wait_is_filled_with_pings(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -429,3 +256,126 @@ async def test_the_key_may_come_as_x_api_key(tmp_path: Path) -> None:
             answer = await door.ask(MESSAGES, HI | {"max_tokens": 2}, **headers)
             assert answer.status == status
         assert answer.error["type"] == "authentication_error"
+
+
+# Blocks that are texts in another form, and the text that the model is shown.
+CONTENT: Any = {"type": "content", "content": [{"type": "text", "text": "facts"}]}
+FOUND: Any = {"type": "search_result", "title": "T", "source": "http://x"}
+TEXTS: list[tuple[Any, str]] = [
+    ({"type": "document", "source": {"type": "text", "data": "facts"}}, "facts"),
+    ({"type": "document", "title": "T", "context": "C", "source": CONTENT}, "T\nC\nfacts"),
+    ({"type": "document", "source": {"type": "content", "content": "facts"}}, "facts"),
+    (FOUND | {"content": [{"type": "text", "text": one} for one in "ab"]}, "T\nhttp://x\na\nb"),
+    ({"text": "facts"}, "facts"),
+    ("facts", "facts"),
+]
+
+
+async def test_a_text_may_have_every_form(door: HttpDoor) -> None:
+    say(door, "ok")
+    referred = {"type": "tool_reference", "tool_name": "weather"}
+    called = {"role": "assistant", "content": [{"type": "tool_use", "name": "weather"}]}
+    for block, shown in TEXTS:
+        result = {"type": "tool_result", "tool_use_id": "c1", "content": [referred, block]}
+        said = [HI["messages"][0], called, {"role": "user", "content": [result, block]}]
+        await door.served(MESSAGES, HI | {"messages": said})
+        expected = f"<tool>weather\n{shown}(c1)<user>{shown}<assistant>"
+        assert prompts(door)[-1].endswith(expected), block
+
+
+async def test_a_call_in_the_history_is_accepted_however_it_is_written(door: HttpDoor) -> None:
+    say(door, "ok")
+    thought = {"type": "thinking", "signature": "s"}  # whose text was left out
+    for given, city in (({"city": "Rom"}, "Rom"), ('{"city": "Rom"}', "Rom"), (None, ""), ("", "")):
+        called = {"type": "tool_use", "name": "weather", "input": given}
+        said = [HI["messages"][0], {"role": "assistant", "content": [thought, called]}]
+        await door.served(MESSAGES, HI | {"messages": said})
+        assert f"<assistant><tool_call>weather {city} </tool_call>" in prompts(door)[-1], given
+
+
+async def test_thinking_of_earlier_turns_is_cleared(door: HttpDoor) -> None:
+    say(door, "ok")
+    a, b = ({"type": "thinking", "thinking": one} for one in "ab")
+    call = {"type": "tool_use", "name": "weather", "id": "c1", "input": {}}
+    said = HI["messages"] + [
+        {"role": "assistant", "content": [a, "x"]},
+        *HI["messages"],
+        {"role": "assistant", "content": [b, call]},
+        {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "c1"}]},
+        {"role": "assistant", "content": [b, "y"]},
+    ]
+    turns = [{"keep": {"type": "thinking_turns", "value": value}} for value in (1, 2)]
+    keeps: list[tuple[dict[str, Any], int]] = [({}, 0), ({"keep": "all"}, 1)]
+    keeps += [({"keep": {"type": "all"}}, 1), (turns[0], 0), (turns[1], 1)]
+    for keep, kept in keeps:
+        edits = {"edits": [{"type": "clear_thinking_20251015", **keep}]}
+        await door.served(MESSAGES, HI | {"messages": said, "context_management": edits})
+        shown = prompts(door)[-1]
+        assert [shown.count(f"<think>{one}</think>") for one in "ab"] == [kept, 2], keep
+
+
+async def test_a_call_that_is_required_is_made_and_one_that_was_cut_off_keeps_its_text(
+    door: HttpDoor,
+) -> None:
+    say(door, '[{"name": "weather", "arguments": {"city":"Köln"}}]')
+    for choice in ({"type": "any"}, {"type": "tool", "name": "weather"}):
+        message = await both(door, HI | {"tools": [WEATHER], "tool_choice": choice})
+        assert message["stop_reason"] == "tool_use"
+        assert [one["input"] for one in message["content"]] == [{"city": "Köln"}]
+        assert door.path.requests[-1].sampling.grammar is not None
+    say(door, CALLS[: CALLS.index("Köln") + 2], cut=True)
+    (call,) = (await door.ask(MESSAGES, HI | {"tools": [WEATHER]})).fields["content"]
+    assert call["input"] == {"INVALID_JSON": '{"city": "Kö'}
+
+
+async def test_an_answer_may_have_to_follow_a_schema() -> None:
+    form = {"type": "json_schema", "schema": SCHEMA}
+    configured: dict[str, Any] = {"output_config": {"format": form, "effort": "low"}}
+    async with http_door(Script(text="{}")) as door:
+        for more in (configured, {"output_format": form}):
+            await both(door, HI | more)
+            grammar = door.path.requests[-1].sampling.grammar
+            assert grammar is not None and grammar.kind is GrammarKind.JSON_SCHEMA
+            assert json.loads(grammar.text) == SCHEMA, more
+
+
+BLOCK: Any = {"role": "user", "content": [{"type": "unheard_of"}]}
+PDF: Any = {"type": "document", "source": {"type": "base64", "data": ""}}
+WRONG: list[tuple[dict[str, Any], str]] = [
+    ({"max_tokens": None}, "max_tokens is missing"),
+    ({"messages": None}, "messages is missing"),
+    ({"messages": [BLOCK]}, "messages[0].content[0].type must be text, image"),
+    ({"messages": [{"role": "user", "content": [PDF]}]}, "content[0].source.type must be text or"),
+    ({"messages": [{"role": "tool", "content": ""}]}, "messages[0].role must be user or assist"),
+    ({"system": [{"type": "image"}]}, "system[0].type must be text"),
+    ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, "tools[0].type must be custom"),
+    ({"tools": [{"name": "f"}]}, "tools[0].input_schema is missing"),
+    ({"tool_choice": {"type": "some"}}, "tool_choice.type must be auto, any, none or tool"),
+    ({"thinking": {"type": "deep"}}, "thinking.type must be enabled"),
+    ({"context_management": {"edits": [{"type": "compact"}]}}, "context_management.edits[0].type"),
+    ({"mcp_servers": [{"url": "x"}]}, "mcp_servers="),
+    ({"n": 2}, "n=2 is not supported"),
+    ({"output_config": {"format": {"type": "xml"}}}, "output_config.format.type must be"),
+]
+
+
+async def test_what_is_wrong_is_named(door: HttpDoor) -> None:
+    assert not await taken(door, [(MESSAGES, HI | fields, words) for fields, words in WRONG])
+
+
+async def test_errors_have_anthropics_form_and_end_a_stream_that_began() -> None:
+    async with http_door() as door:
+        few = HI | {"max_tokens": 5}
+        for asked, status, kind in (
+            ({"n": 2}, 400, "invalid_request_error"),
+            ({"model": "other"}, 404, "not_found_error"),
+            ({"tenant": "crowd"}, 529, "overloaded_error"),
+            ({"tenant": "bug"}, 500, "api_error"),
+        ):
+            answer = await door.ask(MESSAGES, few | asked)
+            assert (answer.status, answer.fields["type"]) == (status, "error")
+            assert answer.error.keys() == {"type", "message"} and answer.error["type"] == kind
+        lost = few | {"tenant": "lost", "stream": True}
+        *_, last = frames((await door.ask(MESSAGES, lost)).body)
+        error = {"type": "api_error", "message": "lost"}
+        assert last == {"type": "error", "error": error, "request_id": None}

@@ -10,19 +10,21 @@ from hypothesis import strategies as st
 
 from jdisagg.config import ServiceConfig
 from jdisagg.service.http.openapi import openapi_json
-from tests.service.http_doors import HttpDoor, http_door
-from tests.service.test_chats_with_tools import SCHEMA, TEMPLATE, WEATHER
+from tests.service.chats import SCHEMA, TEMPLATE, WEATHER
+from tests.service.http_doors import (
+    CHATS,
+    COMPLETIONS,
+    HI,
+    MESSAGES,
+    RESPONSES,
+    USUAL,
+    HttpDoor,
+    http_door,
+)
 
-COMPLETIONS, CHATS, RESPONSES = "/v1/completions", "/v1/chat/completions", "/v1/responses"
-MESSAGES = "/v1/messages"
-SAID: Any = [{"role": "user", "content": "hi"}]
-ASK: dict[str, dict[str, Any]] = {
-    COMPLETIONS: {"prompt": "a", "max_tokens": 1},
-    CHATS: {"messages": SAID, "max_tokens": 1},
-    RESPONSES: {"input": "a", "max_output_tokens": 1},
-    MESSAGES: {"messages": SAID, "max_tokens": 1},
-    "/v1/chat/completions/render": {"messages": SAID},
-    "/v1/messages/count_tokens": {"messages": SAID},
+ASK: dict[str, dict[str, Any]] = USUAL | {
+    "/v1/chat/completions/render": {"messages": HI},
+    "/v1/messages/count_tokens": {"messages": HI},
     "/v1/responses/input_tokens": {"input": "a"},
     "/tokenize": {"prompt": "a"},
     "/detokenize": {"tokens": [1]},
@@ -58,8 +60,7 @@ REFUSED = [
 async def test_a_nested_field_without_effect_is_named_in_the_header() -> None:
     async with http_door(template=TEMPLATE) as door:
         for path, more, name in NAMED:
-            answer = await door.ask(path, ASK[path] | more)
-            assert answer.status == 200, answer.body
+            answer = await door.served(path, ASK[path] | more)
             assert answer.headers["jdisagg-ignored-fields"] == name
 
 
@@ -97,7 +98,7 @@ WORDS = (
 )
 KEYS = ("type", "role", "content", "text", "name", "id", "function", "parameters", "input", "tools")
 KEYS += ("schema", "json_schema", "strict", "format", "pattern", "const", "enum", "items", "source")
-SEEN: list[Any] = [SAID, [WEATHER], SCHEMA, FORM, {"type": "item_reference", "id": "x"}]
+SEEN: list[Any] = [HI, [WEATHER], SCHEMA, FORM, {"type": "item_reference", "id": "x"}]
 LEAVES = st.one_of(
     st.none(),
     st.booleans(),

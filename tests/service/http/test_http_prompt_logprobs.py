@@ -2,20 +2,16 @@
 field, and OpenAI's echo, as those who score texts ask for it."""
 
 import json
-from operator import itemgetter
 from typing import Any
 
 import pytest
 
 from tests.service.doors import expected_tokens
-from tests.service.http_doors import HttpDoor, events
-
-COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
+from tests.service.http_doors import CHATS, COMPLETIONS, HttpDoor, events
 
 
 async def choices(door: HttpDoor, **asked: Any) -> list[dict[str, Any]]:
-    answer = await door.ask(COMPLETIONS, asked)
-    assert answer.status == 200, answer.body
+    answer = await door.served(COMPLETIONS, asked)
     return answer.fields["choices"]
 
 
@@ -64,46 +60,17 @@ async def test_an_echoed_prompt_stands_first_in_the_logprobs(door: HttpDoor) -> 
     assert both["logprobs"]["top_logprobs"][:2] == [None, {"b": -1.5}]
 
 
-async def test_with_no_token_to_generate_the_prompt_alone_comes(door: HttpDoor) -> None:
-    asked = {"prompt": "abc", "echo": True, "logprobs": 1, "max_tokens": 0}
-    answer = (await door.ask(COMPLETIONS, asked)).fields
-    (one,) = answer["choices"]
-    assert (one["text"], one["finish_reason"]) == ("abc", "length")
-    assert one["logprobs"]["tokens"] == ["a", "b", "c"]
-    assert one["logprobs"]["token_logprobs"] == [None, -1.5, -1.5]
-    assert answer["usage"]["completion_tokens"] == 0
-    refused = await door.ask(COMPLETIONS, {"prompt": "abc", "max_tokens": 0})
-    assert refused.status == 400 and "max_tokens" in refused.error["message"]
-
-
 @pytest.mark.parametrize("most", [0, 1])
 async def test_in_a_stream_the_prompt_comes_with_the_first_chunk(door: HttpDoor, most: int) -> None:
-    asked = {"prompt": "abc", "echo": True, "logprobs": 2, "max_tokens": most}
-    (whole,) = await choices(door, **asked, prompt_logprobs=2)
-    streamed = await door.ask(COMPLETIONS, {**asked, "prompt_logprobs": 2, "stream": True})
+    asked = {"prompt": "abc", "echo": True, "logprobs": 2, "max_tokens": most, "prompt_logprobs": 2}
+    (whole,) = await choices(door, **asked)
+    assert whole["logprobs"]["token_logprobs"] == [None, -1.5, -1.5, -0.5][: 3 + most]
+    assert whole["finish_reason"] == "length" and len(whole["text"]) == 3 + most
+    streamed = await door.ask(COMPLETIONS, {**asked, "stream": True})
     (chunk,) = (json.loads(one)["choices"][0] for one in events(streamed.body)[:-1])
     assert chunk == whole
-
-
-async def test_a_harness_that_scores_continuations_finds_them(door: HttpDoor) -> None:
-    """lm-evaluation-harness, `local-completions`: token ids, one token, and the sum of what lies
-    between context and that token."""
-    requests, contexts = [[97, 98, 99, 100], [120, 121]], [2, 1]
-    asked = {"model": "tiny", "prompt": requests, "temperature": 0, "max_tokens": 1, "logprobs": 1}
-    found = await choices(door, **asked, seed=1234, echo=True)
-    for one, ids, context in zip(
-        sorted(found, key=itemgetter("index")), requests, contexts, strict=True
-    ):
-        of_continuation = one["logprobs"]["token_logprobs"][context:-1]
-        assert sum(of_continuation) == -1.5 * (len(ids) - context)
-        top = one["logprobs"]["top_logprobs"][context:-1]
-        tokens = one["logprobs"]["tokens"][context:-1]
-        assert all(
-            own != max(likely.items(), key=itemgetter(1))[0]
-            for own, likely in zip(tokens, top, strict=True)
-        )
-    # whatever the model would end with, the token is there
-    assert all(request.stop_ids == () for request in door.path.requests)
+    refused = await door.ask(COMPLETIONS, {"prompt": "abc", "max_tokens": 0})
+    assert refused.status == 400 and "max_tokens" in refused.error["message"]
 
 
 async def test_a_token_without_text_of_its_own_stands_where_the_next_begins(door: HttpDoor) -> None:

@@ -15,20 +15,26 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from pydantic import BaseModel, TypeAdapter
 
 from jdisagg.config import ServiceConfig
-from tests.service.http_doors import HttpDoor, events, http_door
-from tests.service.test_chats_with_tools import CALLS, SCHEMA, TEMPLATE, WEATHER, Script
+from tests.service.chats import CALLS, SCHEMA, TEMPLATE, WEATHER, Script
+from tests.service.http_doors import (
+    CHATS,
+    COMPLETIONS,
+    HI,
+    MESSAGES,
+    RESPONSES,
+    HttpDoor,
+    events,
+    http_door,
+)
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
-COMPLETIONS, CHATS, RESPONSES = "/v1/completions", "/v1/chat/completions", "/v1/responses"
-MESSAGES = "/v1/messages"
-SAID: Any = [{"role": "user", "content": "hi"}]
 ASK: dict[str, dict[str, Any]] = {
     COMPLETIONS: {"prompt": "hi"},
-    CHATS: {"messages": SAID, "tools": [WEATHER]},
+    CHATS: {"messages": HI, "tools": [WEATHER]},
     RESPONSES: {"input": "hi", "tools": [{"type": "function", **WEATHER["function"]}]},
     MESSAGES: {
-        "messages": SAID,
+        "messages": HI,
         "max_tokens": 500,
         "tools": [{"name": "weather", "input_schema": SCHEMA}],
     },
@@ -55,8 +61,7 @@ async def door() -> AsyncIterator[HttpDoor]:
 async def ask(door: HttpDoor, path: str, said: str, /, **more: Any) -> Any:
     assert isinstance(door.path, Script)
     door.path.text = said
-    answer = await door.ask(path, {**ASK[path], **more})
-    assert answer.status == 200, answer.body
+    answer = await door.served(path, {**ASK[path], **more})
     if not more.get("stream"):
         return answer.fields
     if path in (COMPLETIONS, CHATS):
@@ -135,7 +140,7 @@ async def test_stored_responses_and_counts_have_the_published_fields(door: HttpD
     check(responses_api.Response, listed)
     counted = await door.ask(f"{RESPONSES}/input_tokens", {"input": "hi"})
     assert counted.fields.keys() == {"object", "input_tokens"}
-    asked = {"messages": SAID}
+    asked = {"messages": HI}
     check(
         messages_api.MessageTokensCount, (await door.ask(f"{MESSAGES}/count_tokens", asked)).fields
     )

@@ -2,7 +2,6 @@
 what the path made."""
 
 import json
-from collections.abc import AsyncIterator
 from typing import Any
 
 import openai
@@ -15,17 +14,11 @@ from jdisagg.request import FinishReason, StreamEvent, Usage
 from jdisagg.service.http.replies import ChatReply, CompletionReply, Heading, Reply, ReplyChoice
 from jdisagg.service.http.requests import Streaming
 from jdisagg.service.http.token_texts import Pieces
-from tests.service.doors import CACHED, TEMPLATE, FakePath, expected_tokens, text_of
-from tests.service.http_doors import HttpDoor, events, http_door
+from tests.service.doors import CACHED, FakePath, expected_tokens, text_of
+from tests.service.http_doors import HttpDoor
 
 NO_TEXT = Pieces(lambda one: "", lambda one: b"", {})
 CHAT: Any = [{"role": "user", "content": "hi"}]
-
-
-@pytest.fixture
-async def client(door: HttpDoor) -> AsyncIterator[openai.AsyncOpenAI]:
-    async with door.client() as one:
-        yield one
 
 
 def strict(reply: Any, kind: type) -> None:
@@ -153,16 +146,6 @@ async def test_a_chat_is_streamed_and_ends_with_its_usage(
     assert len({chunk.id for chunk in chunks}) == 1 and last.id.startswith("chatcmpl-")
 
 
-async def test_usage_may_come_with_every_chunk(client: openai.AsyncOpenAI) -> None:
-    options: Any = {"include_usage": True, "continuous_usage_stats": True}
-    stream = await client.completions.create(
-        model="tiny", prompt="abc", max_tokens=4, stream=True, stream_options=options
-    )
-    usages = [chunk.usage async for chunk in stream]
-    assert all(usage is not None and usage.prompt_tokens == 3 for usage in usages)
-    assert [usage.completion_tokens for usage in usages if usage] == [1, 2, 3, 4, 4]
-
-
 @pytest.mark.parametrize(
     ("prompt", "prompts"),
     [
@@ -203,39 +186,6 @@ async def test_a_prompt_is_text_or_ids_or_several_of_a_kind(
         choice = chunk.choices[0]
         streamed[choice.index] = streamed.get(choice.index, "") + choice.text
     assert [streamed[index] for index in sorted(streamed)] == texts
-
-
-async def test_token_ids_come_where_they_are_asked_for(door: HttpDoor) -> None:
-    asked = {"max_tokens": 3, "return_token_ids": True, "prompt": "ab"}
-    choice = (await door.ask("/v1/completions", asked)).fields["choices"][0]
-    expected = list(expected_tokens(door.path.requests[0], 0))
-    assert (choice["prompt_token_ids"], choice["token_ids"]) == ([97, 98], expected)
-    reply = (await door.ask("/v1/chat/completions", asked | {"messages": CHAT})).fields
-    chat = door.path.requests[1]
-    assert reply["prompt_token_ids"] == list(chat.prompt_token_ids)
-    assert reply["choices"][0]["token_ids"] == list(expected_tokens(chat, 0))
-    answer = await door.ask("/v1/completions", asked | {"stream": True, "logprobs": 0})
-    data = events(answer.body)
-    assert data[-1] == "[DONE]" and '"prompt_token_ids":[97,98]' in data[0]
-    assert [
-        f'"token_ids":[{token}]' in one for token, one in zip(expected, data, strict=False)
-    ] == [True] * 3
-    assert not any("prompt_token_ids" in one for one in data[1:])
-
-
-@pytest.mark.parametrize(
-    ("content", "text"),
-    [
-        ([{"type": "text", "text": "a"}, {"type": "text", "text": "b"}], "a\nb"),
-        ([], ""),
-        (None, ""),
-    ],
-)
-async def test_content_may_come_in_parts(door: HttpDoor, content: Any, text: str) -> None:
-    messages = [{"role": "developer", "content": "s"}, {"role": "user", "content": content}]
-    await door.ask("/v1/chat/completions", {"messages": messages, "max_tokens": 1})
-    prompt = bytes(door.path.requests[0].prompt_token_ids).decode()
-    assert prompt == f"<system>s<user>{text}<assistant>"
 
 
 @pytest.mark.parametrize(
@@ -282,14 +232,6 @@ async def test_a_request_bears_the_clients_name_for_it(door: HttpDoor) -> None:
     assert [request.request_id for request in door.path.requests] == names
 
 
-async def test_version_health_and_metrics_are_there(door: HttpDoor) -> None:
-    assert "version" in (await door.ask("/version")).fields
-    assert (await door.ask("/health")).status == 200
-    await door.server.set_ready(False)
-    assert (await door.ask("/health")).status == 503
-    assert (await door.ask("/metrics")).status == 404
-
-
 async def test_a_response_is_answered_whole(door: HttpDoor, client: openai.AsyncOpenAI) -> None:
     given: Any = [
         {"role": "user", "content": [{"type": "input_text", "text": "hi"}]},
@@ -313,60 +255,6 @@ async def test_a_response_is_answered_whole(door: HttpDoor, client: openai.Async
     assert usage.input_tokens_details.cached_tokens == CACHED.total
     extra = usage.input_tokens_details.model_dump()
     assert extra["cached_tokens_by_tier"] == CACHED.by_tier()
-
-
-async def test_a_response_says_what_was_asked_and_used(
-    door: HttpDoor, client: openai.AsyncOpenAI
-) -> None:
-    asked: dict[str, Any] = {
-        "instructions": "be",
-        "max_output_tokens": 4,
-        "temperature": 0.5,
-        "top_p": 0.75,
-        "truncation": "auto",
-        "tool_choice": "none",
-        "parallel_tool_calls": False,
-        "tools": [{"type": "function", "name": "f", "parameters": {"type": "object"}}],
-        "text": {"format": {"type": "json_schema", "name": "x", "schema": {"type": "object"}}},
-        "reasoning": {"effort": "low"},
-    }
-    reply = await client.responses.create(model="tiny", input="hi", **asked)
-    stream = await client.responses.create(model="tiny", input="hi", stream=True, **asked)
-    *_, last = [event async for event in stream]
-    assert last.type == "response.incomplete"
-    for response in (reply, last.response):
-        strict(response, Response)
-        said = response.model_dump(exclude_unset=True, by_alias=True)
-        told = {name: said[name] for name in asked}
-        assert told.pop("tools") == [asked["tools"][0] | {"strict": False, "description": None}]
-        assert told == {
-            name: value
-            for name, value in (
-                asked
-                | {"truncation": "disabled", "reasoning": asked["reasoning"] | {"summary": None}}
-            ).items()
-            if name != "tools"
-        }, "what was used: a prompt that does not fit is refused whatever `truncation` says"
-    plain = await client.responses.create(model="tiny", input="hi", max_output_tokens=1)
-    assert (plain.tool_choice, plain.tools, plain.parallel_tool_calls) == ("auto", [], True)
-
-
-async def test_how_much_a_response_is_to_think_is_said_to_the_chat_template() -> None:
-    async with http_door(template=TEMPLATE + "{{ reasoning_effort or '' }}") as door:
-        asked = {"input": "hi", "max_output_tokens": 1, "reasoning": {"effort": "low"}}
-        assert (await door.ask("/v1/responses", asked)).status == 200
-        assert bytes(door.path.requests[0].prompt_token_ids).endswith(b"low")
-
-
-async def test_the_tokens_of_a_response_are_counted_without_making_it(
-    door: HttpDoor, client: openai.AsyncOpenAI
-) -> None:
-    asked: Any = {"input": [{"role": "user", "content": "hi"}], "instructions": "be"}
-    counted = await client.responses.input_tokens.count(model="tiny", **asked)
-    strict(counted, type(counted))
-    assert not door.path.requests
-    made = await client.responses.create(model="tiny", max_output_tokens=1, **asked)
-    assert made.usage and counted.input_tokens == made.usage.input_tokens > 0
 
 
 async def test_a_response_is_streamed_as_the_events_that_build_it_up(

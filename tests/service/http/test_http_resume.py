@@ -16,11 +16,10 @@ import pytest
 
 from jdisagg.request import FinishReason, Request, SamplingParams
 from jdisagg.service.client.http_resume import ResumableSse, ResumingTransport
+from tests.service.chats import TEMPLATE, THOUGHT, WEATHER, Script
 from tests.service.doors import expected_tokens, text_of
-from tests.service.http_doors import HttpDoor, http_door
-from tests.service.test_chats_with_tools import TEMPLATE, THOUGHT, WEATHER, Script
+from tests.service.http_doors import CHATS, COMPLETIONS, HttpDoor, http_door, taken
 
-CHATS, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 TOKENS, STREAMS = 40, 64
 CHAT: Any = [{"role": "user", "content": "hi"}]
 
@@ -146,8 +145,7 @@ async def asked(door: HttpDoor, number: int, ids: list[str], **more: Any) -> lis
         "stream_options": {"include_usage": True},
         "resumption": resumption,
     }
-    answer = await door.ask(CHATS, fields | more)
-    assert answer.status == 200, answer.body
+    answer = await door.served(CHATS, fields | more)
     return frames(answer.body)
 
 
@@ -166,18 +164,17 @@ async def test_a_stream_of_thoughts_and_calls_goes_on_at_every_event() -> None:
         assert resumption is not None and resumption.number == 1 and path.requests[-1].life == 7
 
 
-async def test_echoes_and_ended_answers_are_not_repeated() -> None:
-    async with http_door() as door:
-        fields: Any = {"prompt": "once", "echo": True, "n": 2, "max_tokens": 4, "stream": True}
-        fields |= {"request_id": "r", "seed": 1, "resumption": {"life": 7}}
-        whole = frames((await door.ask(COMPLETIONS, fields)).body)
-        texts = [data["choices"][0]["text"] for _, data in whole[:-1]]
-        assert [text[:4] for text in texts[:2]] == ["once"] * 2
-        ids = [one for one, _ in whole if one]
-        for at in range(1, len(ids)):
-            fields["resumption"] = {"life": 7, "number": at, "event_ids": ids[:at]}
-            assert frames((await door.ask(COMPLETIONS, fields)).body) == whole[at:]
-        assert len(ids) == 8
+async def test_echoes_and_ended_answers_are_not_repeated(door: HttpDoor) -> None:
+    fields: Any = {"prompt": "once", "echo": True, "n": 2, "max_tokens": 4, "stream": True}
+    fields |= {"request_id": "r", "seed": 1, "resumption": {"life": 7}}
+    whole = frames((await door.ask(COMPLETIONS, fields)).body)
+    texts = [data["choices"][0]["text"] for _, data in whole[:-1]]
+    assert [text[:4] for text in texts[:2]] == ["once"] * 2
+    ids = [one for one, _ in whole if one]
+    for at in range(1, len(ids)):
+        fields["resumption"] = {"life": 7, "number": at, "event_ids": ids[:at]}
+        assert frames((await door.ask(COMPLETIONS, fields)).body) == whole[at:]
+    assert len(ids) == 8
 
 
 WRONG: list[tuple[dict[str, Any], str]] = [
@@ -194,20 +191,14 @@ WRONG: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("more", "words"), WRONG, ids=lambda one: str(one)[:40])
-async def test_what_is_wrong_with_a_resumption_is_named(more: Any, words: str) -> None:
-    async with http_door() as door:
-        fields: Any = {"messages": CHAT, "request_id": "r", "seed": 1, "stream": True}
-        answer = await door.ask(CHATS, fields | {"resumption": {"life": 1}} | more)
-        assert answer.status == 400 and words in answer.error["message"]
-
-
-async def test_a_last_event_id_alone_resumes_nothing() -> None:
-    async with http_door() as door:
-        answer = await door.ask(CHATS, {"messages": CHAT, "stream": True}, last_event_id="0:0:1:")
-        assert answer.status == 400 and "needs the field resumption" in answer.error["message"]
-        answer = await door.ask("/v1/responses", {"input": "hi", "resumption": {"life": 1}})
-        assert answer.status == 400 and answer.error["param"] == "resumption"
+async def test_what_is_wrong_with_a_resumption_is_named(door: HttpDoor) -> None:
+    usual: Any = {"messages": CHAT, "request_id": "r", "seed": 1, "stream": True}
+    usual |= {"resumption": {"life": 1}}
+    assert not await taken(door, [(CHATS, usual | more, words) for more, words in WRONG])
+    answer = await door.ask(CHATS, {"messages": CHAT, "stream": True}, last_event_id="0:0:1:")
+    assert answer.status == 400 and "needs the field resumption" in answer.error["message"]
+    answer = await door.ask("/v1/responses", {"input": "hi", "resumption": {"life": 1}})
+    assert answer.status == 400 and answer.error["param"] == "resumption"
 
 
 def test_the_helper_keeps_whole_events_alone() -> None:
@@ -229,15 +220,14 @@ def test_the_helper_keeps_whole_events_alone() -> None:
         assert ResumableSse.of(path, body) is None
 
 
-async def test_other_requests_go_to_a_server_that_answers() -> None:
-    async with http_door() as door:
-        servers = ["http://127.0.0.1:1", f"http://127.0.0.1:{door.port}"]
-        http = httpx2.AsyncClient(transport=ResumingTransport(servers))
-        async with openai.AsyncOpenAI(
-            base_url="http://any/v1", api_key="none", max_retries=0, http_client=http
-        ) as client:
-            assert [model.id async for model in client.models.list()] == ["tiny"]
-            with pytest.raises(openai.BadRequestError, match="temperature"):
-                await client.chat.completions.create(
-                    model="tiny", messages=CHAT, stream=True, temperature=-1
-                )
+async def test_other_requests_go_to_a_server_that_answers(door: HttpDoor) -> None:
+    servers = ["http://127.0.0.1:1", f"http://127.0.0.1:{door.port}"]
+    http = httpx2.AsyncClient(transport=ResumingTransport(servers))
+    async with openai.AsyncOpenAI(
+        base_url="http://any/v1", api_key="none", max_retries=0, http_client=http
+    ) as client:
+        assert [model.id async for model in client.models.list()] == ["tiny"]
+        with pytest.raises(openai.BadRequestError, match="temperature"):
+            await client.chat.completions.create(
+                model="tiny", messages=CHAT, stream=True, temperature=-1
+            )

@@ -14,10 +14,8 @@ from jdisagg.config import ServiceConfig
 from jdisagg.errors import ConfigError
 from jdisagg.node.serving import where
 from jdisagg.service import reread
+from tests.service.certificates import CertificateFiles
 from tests.service.http_doors import HttpDoor, http_door, parse
-from tests.service.test_credentials import CertificateFiles, ours, theirs
-
-__all__ = ["ours", "theirs"]  # fixtures
 
 ASKED = b"GET /health HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n"
 

@@ -5,8 +5,6 @@ import re
 from dataclasses import asdict
 from importlib.resources import files
 
-import pytest
-
 from jdisagg.client import AsyncClient
 from jdisagg.config import ServiceConfig
 from tests.service.doors import eventually
@@ -18,12 +16,11 @@ from tests.service.http.page_doors import (
     ManyWorkers,
     page_door,
 )
-from tests.service.http_doors import request
+from tests.service.http_doors import COMPLETIONS, request
 
 WEB = files("jdisagg.service.http") / "web"
 FILES = {file.name: file.read_text() for file in WEB.iterdir()}
 JSON_PATHS = ("/api/status", "/api/timelines", f"/api/timelines/{TRACE}")
-COMPLETIONS = "/v1/completions"
 
 
 async def test_the_page_and_all_files_that_it_names_are_served() -> None:
@@ -48,32 +45,19 @@ async def test_the_page_and_all_files_that_it_names_are_served() -> None:
             answer = await door.ask(f"/web/{name}")
             assert (answer.status, answer.body.decode()) == (200, FILES[name])
             assert answer.headers["content-type"].startswith(kinds[name.rpartition(".")[2]])
+        for path in ("/web/", "/web/nothing.js", "/web/..%2fpage.py", "/web/page.py"):
+            answer = await door.ask(path)
+            assert (answer.status, answer.error["code"]) == (404, "not_found")
 
 
-@pytest.mark.parametrize("path", ["/web/", "/web/nothing.js", "/web/..%2fpage.py", "/web/page.py"])
-async def test_nothing_but_the_pages_files_is_served_as_one(path: str) -> None:
-    async with page_door() as door:
-        answer = await door.ask(path)
-        assert (answer.status, answer.error["code"]) == (404, "not_found")
-
-
-@pytest.mark.parametrize("name", sorted(FILES))
-def test_no_file_names_an_address_outside_of_this_server(name: str) -> None:
-    text = FILES[name]
-    assert not re.search(r"https?:|[\"'(]//|@import|wss?:", text)
-    for path in re.findall(r"(?:src|href)=\"([^\"]*)\"", text):
-        assert path.startswith("web/") or path in ("data:,", "./", "openapi.json")
-
-
-@pytest.mark.parametrize("name", sorted(name for name in FILES if name.endswith(".js")))
-def test_no_script_turns_text_into_html_or_code(name: str) -> None:
+def test_the_pages_files_name_no_other_address_and_turn_no_text_into_html_or_code() -> None:
     ways = r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|eval\(|Function\(|srcdoc"
-    assert not re.search(ways, FILES[name])
-
-
-def test_the_page_has_no_script_or_style_of_its_own() -> None:
-    """The content security policy would refuse it."""
-    index = FILES["index.html"]
+    for name, text in FILES.items():
+        assert not re.search(r"https?:|[\"'(]//|@import|wss?:", text), name
+        assert not (name.endswith(".js") and re.search(ways, text)), name
+        for path in re.findall(r"(?:src|href)=\"([^\"]*)\"", text):
+            assert path.startswith("web/") or path in ("data:,", "./", "openapi.json")
+    index = FILES["index.html"]  # the content security policy would refuse its own scripts
     assert not re.search(r"<style|\sstyle=|\son\w+=", index)
     assert re.findall(r"<script[^>]*>([^<]*)</script>", index) == [""]
 
@@ -112,12 +96,17 @@ async def test_the_status_says_what_get_status_says() -> None:
     assert status["model"]["name"] == "tiny" and status["model"]["mode"] == "disaggregated"
 
 
-@pytest.mark.parametrize("template, chats", [("<{{ messages[0].content }}>", True), (None, False)])
-async def test_the_status_says_whether_the_model_can_chat(
-    template: str | None, chats: bool
-) -> None:
-    async with page_door(template=template) as door:
-        assert (await door.ask("/api/status")).fields["model"]["chat"] is chats
+async def test_the_status_says_whether_the_model_can_chat_and_counts_tokens() -> None:
+    async with page_door(template="<{{ messages[0].content }}>") as door:
+        before = (await door.ask("/api/status")).fields
+        await door.ask(COMPLETIONS, {"prompt": "Hello", "max_tokens": 3})
+        after = (await door.ask("/api/status")).fields["traffic"]
+    assert before["model"]["chat"]
+    names = ("prompt_tokens", "generated_tokens", "kv_bytes")  # the fake path has no meshes
+    assert [before["traffic"][name] for name in names] == [0, 0, None]
+    assert [after[name] for name in names] == [5, 3, None]
+    async with page_door(template=None) as door:
+        assert not (await door.ask("/api/status")).fields["model"]["chat"]
 
 
 async def test_the_files_are_open_and_what_they_show_needs_a_token(tmp_path) -> None:
@@ -153,16 +142,6 @@ async def test_a_request_whose_client_asks_for_a_trace_has_a_timeline_and_no_oth
     whole, first = spans
     assert first["ended"] is None and whole["started"] <= first["started"] <= whole["ended"]
     assert nothing == {"spans": []}
-
-
-async def test_the_status_counts_the_tokens_of_requests() -> None:
-    async with page_door() as door:
-        before = (await door.ask("/api/status")).fields["traffic"]
-        await door.ask(COMPLETIONS, {"prompt": "Hello", "max_tokens": 3})
-        after = (await door.ask("/api/status")).fields["traffic"]
-    assert (before["prompt_tokens"], before["generated_tokens"]) == (0, 0)
-    assert (after["prompt_tokens"], after["generated_tokens"]) == (5, 3)
-    assert after["kv_bytes"] is None, "the fake path has no meshes"
 
 
 async def test_a_running_requests_timeline_is_known_so_far() -> None:

@@ -1,6 +1,7 @@
-"""Walks through what a grammar allows, with the tokenizer of the tiny checkpoint."""
+"""What a grammar lets through over the tokenizer of the shipped model."""
 
 import random
+from pathlib import Path
 
 import numpy as np
 
@@ -9,8 +10,8 @@ from jdisagg.grammar.matcher import TokenMatcher, mask_words
 from jdisagg.request import Grammar, SamplingParams
 from launch.grammars import grammar_compiler
 from models.tokenizer import Tokenizer
-from tests.checkpoints import LLAMA
 
+LLAMA = Path(__file__).parents[2] / "models" / "tiny" / "llama"
 TOKENIZER = Tokenizer.from_directory(str(LLAMA))
 EOS = TOKENIZER.eos_ids
 WORDS = mask_words(1280)
@@ -28,8 +29,7 @@ def begin(grammar: Grammar, consumed: list[int] | None = None, **options: object
 def allowed(matcher: TokenMatcher) -> list[int]:
     mask = np.zeros(WORDS, np.uint32)
     matcher.fill(mask)
-    bits = np.unpackbits(mask.view(np.uint8), bitorder="little")
-    return np.flatnonzero(bits).tolist()
+    return bits_of(mask)
 
 
 def walk(grammar: Grammar, seed: int, **options: object) -> tuple[list[int], bool]:
@@ -51,3 +51,13 @@ def text(ids: list[int]) -> str:
 def ids_of(written: str) -> list[int]:
     """Without the id that begins a prompt."""
     return TOKENIZER.encode(written)[1:]
+
+
+def bits_of(mask: np.ndarray) -> list[int]:
+    return np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")).tolist()
+
+
+def ends(grammar: Grammar, written: str) -> bool | None:
+    """Whether an answer may end with this text; None where no answer begins like it."""
+    found = allowed(begin(grammar, ids_of(written)))
+    return bool(set(EOS) & set(found)) if found else None
