@@ -7,7 +7,6 @@ from collections.abc import AsyncIterator
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jdisagg.config import LimitsConfig, RoutingConfig
@@ -23,6 +22,7 @@ from tests.fakes.fake_executor import Costs, Faults, toy_limits
 from tests.fakes.fake_states import Keeps, kept_as_it_is, with_state
 from tests.fakes.toy_model import expected_tokens
 from tests.fakes.virtual_time import run_virtually
+from tests.lanes import given_examples
 from tests.router.fleets import H100
 
 SLOW = Costs(prefill_token=1e-3, pull=0.02)
@@ -165,8 +165,9 @@ async def test_without_survivors_streams_end_with_a_typed_error() -> None:
         await fleet.check_quiet(settle_seconds=40)
 
 
-@settings(max_examples=60)
-@given(
+@given_examples(
+    20,
+    60,
     deaths=st.lists(
         st.tuples(st.sampled_from(["prefill0", "decode0"]), st.floats(0, 0.4)),
         min_size=1,

@@ -3,7 +3,6 @@
 import asyncio
 
 import pytest
-from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jdisagg.config import LimitsConfig, Mode
@@ -21,10 +20,12 @@ from tests.fakes.cluster import Cluster, toy_request
 from tests.fakes.fake_executor import Costs, Faults, toy_limits
 from tests.fakes.toy_model import expected_tokens
 from tests.fakes.virtual_time import run_virtually
+from tests.lanes import given_examples
 
 
-@settings(max_examples=60)
-@given(
+@given_examples(
+    25,
+    60,
     mode=st.sampled_from(list(Mode)),
     n=st.integers(1, 3),
     prompt_tokens=st.sampled_from([1, 8, 40]),
@@ -77,8 +78,9 @@ async def test_a_request_that_is_cancelled_twice_is_freed_and_forgotten() -> Non
         await cluster.check_quiet()
 
 
-@settings(max_examples=30)
-@given(events=st.integers(0, 12), mode=st.sampled_from(list(Mode)), n=st.integers(1, 3))
+@given_examples(
+    15, 30, events=st.integers(0, 12), mode=st.sampled_from(list(Mode)), n=st.integers(1, 3)
+)
 def test_closing_the_stream_after_any_event_frees_everything(
     events: int, mode: Mode, n: int
 ) -> None:

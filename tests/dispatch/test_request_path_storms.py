@@ -4,7 +4,6 @@ nothing."""
 import asyncio
 
 import pytest
-from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jdisagg.config import Mode
@@ -14,6 +13,7 @@ from tests.fakes.cluster import Cluster, toy_request
 from tests.fakes.fake_executor import Costs, toy_limits
 from tests.fakes.fake_states import Keeps, kept_as_it_is, with_state
 from tests.fakes.virtual_time import run_virtually
+from tests.lanes import given_examples
 
 
 @pytest.mark.parametrize("keeps", [kept_as_it_is, with_state], ids=["kv", "state"])
@@ -34,8 +34,9 @@ async def test_preemption_loses_and_changes_no_token(
         assert await stream_all(cluster, mixed_requests(16)) > 0
 
 
-@settings(max_examples=40)
-@given(
+@given_examples(
+    15,
+    40,
     mode=st.sampled_from(list(Mode)),
     pages=st.integers(12, 40),
     slots=st.integers(1, 5),

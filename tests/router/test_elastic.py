@@ -15,6 +15,7 @@ from jdisagg.messages.worker_status import WorkerRole, WorkerStatus
 from jdisagg.router.elastic import Controller, ElasticConfig, check_switch, usual_layout
 from jdisagg.router.elastic_signals import EndedRequest, SloTarget, SloWindow
 from jdisagg.router.quantiles import quantile
+from tests.lanes import given_examples
 from tests.router.plant import SLOTS, Load, Plant, status
 
 PREFILL, DECODE = WorkerRole.PREFILL, WorkerRole.DECODE
@@ -298,8 +299,7 @@ moments = st.lists(
 )
 
 
-@settings(max_examples=150)
-@given(moments=moments)
+@given_examples(50, 150, moments=moments)
 def test_no_history_breaks_the_rules(moments):
     """Never the last taking worker of a role, never one that drains, never two at once, never
     within the cooldown, never without traffic; the advice never falls below one of each; the layout

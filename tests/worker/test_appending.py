@@ -14,7 +14,7 @@ from jdisagg.messages.step_commands import DecodeSteps, PrefillChunk, StepComman
 from jdisagg.scheduler.executor import Executor
 from tests.fakes.cluster import until
 from tests.worker.appends import APPEND, appending, cluster
-from tests.worker.conversations import Talk, asked, limits, prompt, storm
+from tests.worker.conversations import SEEDS, Talk, asked, limits, prompt, storm
 
 
 class Commands:
@@ -37,7 +37,7 @@ class Commands:
         return [one for one in self.of[name] if isinstance(one, PrefillChunk)]
 
 
-@pytest.mark.parametrize("seed", range(3))
+@SEEDS
 @pytest.mark.parametrize(
     ("prefill_size", "decode_size", "ranks"), [(4, 4, 1), (4, 8, 2), (32, 4, 1), (8, 16, 2)]
 )

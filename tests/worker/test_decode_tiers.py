@@ -20,7 +20,7 @@ from tests.fakes.fake_disk import FakeDisk
 from tests.fakes.fake_executor import Costs, Faults
 from tests.router.fleets import H100
 from tests.worker.appends import SLOW, appending
-from tests.worker.conversations import NAMES, Talk, asked, converse, limits, storm
+from tests.worker.conversations import NAMES, SEEDS, Talk, asked, converse, limits, storm
 from tests.worker.peering import EveryoneKnown, settled
 from tests.worker.tiers import BLOCK_BYTES, FAST, other
 
@@ -155,7 +155,7 @@ async def test_what_was_used_twice_comes_back_from_disk_in_the_next_life_too(
         await cluster.check_quiet()
 
 
-@pytest.mark.parametrize("seed", range(3))
+@SEEDS
 @pytest.mark.parametrize(
     ("mode", "page_size", "ranks", "blocks"),
     [
@@ -314,7 +314,7 @@ async def test_a_mixed_worker_fetches_what_another_keeps_in_pages_or_host_memory
         await both.check_quiet()
 
 
-@pytest.mark.parametrize("seed", range(2))
+@SEEDS
 async def test_streams_of_mixed_workers_are_the_oracles_whatever_becomes_of_a_fetch(
     seed: int,
 ) -> None:

@@ -10,7 +10,7 @@ import pytest
 from jdisagg.scheduler.host_blocks import TierRoom
 from tests.fakes.cluster import Cluster
 from tests.fakes.fake_executor import Costs
-from tests.worker.conversations import NAMES, Talk, limits, storm
+from tests.worker.conversations import NAMES, SEEDS, Talk, limits, storm
 from tests.worker.tiers import BLOCK_BYTES, BLOCK_TOKENS, FAST, computed, host, other
 
 
@@ -26,7 +26,7 @@ async def test_what_pages_had_no_room_for_comes_back_from_host_memory() -> None:
         await cluster.check_quiet()
 
 
-@pytest.mark.parametrize("seed", range(3))
+@SEEDS
 @pytest.mark.parametrize(
     ("page_size", "ranks", "rows", "blocks"), [(4, 1, 1, 40), (8, 2, 3, 12), (32, 1, 2, 30)]
 )

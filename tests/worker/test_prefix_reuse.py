@@ -15,7 +15,7 @@ from jdisagg.errors import BrokenModelError, JdisaggError
 from tests.fakes.cluster import Cluster, until
 from tests.fakes.fake_executor import Faults
 from tests.worker.calls import prefill_call
-from tests.worker.conversations import NAMES, Talk, asked, cached_of, limits, prompt, storm
+from tests.worker.conversations import NAMES, SEEDS, Talk, asked, cached_of, limits, prompt, storm
 
 
 def hits(cluster: Cluster) -> tuple[int, int]:
@@ -26,7 +26,7 @@ def hits(cluster: Cluster) -> tuple[int, int]:
     )
 
 
-@pytest.mark.parametrize("seed", range(3))
+@SEEDS
 @pytest.mark.parametrize(
     ("prefill_size", "decode_size", "ranks", "rows"),
     [(4, 4, 1, 1), (4, 8, 2, 3), (32, 4, 1, 2), (8, 24, 2, 1)],
@@ -46,7 +46,7 @@ async def test_what_is_found_again_changes_no_token(
 
 
 @pytest.mark.parametrize("mode", [Mode.CHUNKED, Mode.UNIFIED])
-@pytest.mark.parametrize("seed", range(3))
+@SEEDS
 async def test_one_mesh_finds_its_own_again(mode: Mode, seed: int) -> None:
     async with Cluster(mode, decode=limits(2, 160, rows=2), names=NAMES, seed=seed) as cluster:
         await storm(cluster, Talk(seed), requests=40, at_once=4, cancels=0.1)

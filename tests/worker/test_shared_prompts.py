@@ -18,7 +18,7 @@ from jdisagg.scheduler.host_blocks import TierRoom
 from tests.fakes.cluster import Cluster, Collected, Fleet, until
 from tests.fakes.fake_executor import Costs, Faults
 from tests.worker.calls import prefill_call
-from tests.worker.conversations import NAMES, Talk, asked, limits, prompt, storm
+from tests.worker.conversations import NAMES, SEEDS, Talk, asked, limits, prompt, storm
 from tests.worker.tiers import BLOCK_BYTES, FAST
 
 
@@ -135,7 +135,7 @@ async def test_prompts_behind_one_that_is_restored_wait_for_its_restore() -> Non
         await cluster.check_quiet()
 
 
-@pytest.mark.parametrize("seed", range(3))
+@SEEDS
 @pytest.mark.parametrize(("ranks", "pages"), [(1, 160), (2, 80)])
 async def test_whoever_is_cancelled_streams_are_the_oracles(
     seed: int, ranks: int, pages: int
@@ -202,7 +202,7 @@ async def test_on_one_mesh_what_is_common_is_computed_once_and_taken_over_too(
 
 
 @pytest.mark.parametrize("mode", MIXED)
-@pytest.mark.parametrize("seed", range(2))
+@SEEDS
 async def test_on_one_mesh_whoever_is_cancelled_streams_are_the_oracles(
     mode: Mode, seed: int
 ) -> None:

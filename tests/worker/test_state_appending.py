@@ -5,11 +5,11 @@ import pytest
 
 from tests.fakes.fake_states import with_state
 from tests.worker.appends import appending, cluster
-from tests.worker.conversations import Talk, storm
+from tests.worker.conversations import SEEDS, Talk, storm
 from tests.worker.states import check_snapshots, stateful
 
 
-@pytest.mark.parametrize("seed", range(2))
+@SEEDS
 @pytest.mark.parametrize("ranks", [1, 2])
 async def test_what_is_appended_to_a_snapshot_changes_no_token(seed: int, ranks: int) -> None:
     decode = with_state(appending(ranks), snapshots=24, every=16)
