@@ -271,8 +271,7 @@ async def test_a_new_workers_inserts_come_before_its_first_step_of_a_moved_seque
         await collecting
         kinds = [
             type(command)
-            for command in fleet.processes["decode1"].mesh.log
-            if isinstance(command, InsertBlock | DecodeSteps)
+            for command in fleet.processes["decode1"].mesh.ran(InsertBlock | DecodeSteps)
         ]
         assert kinds == sorted(kinds, key=lambda kind: kind is DecodeSteps)
         await fleet.check_quiet()

@@ -102,9 +102,9 @@ async def test_a_cancelled_request_frees_its_slot_within_one_step(mode: Mode) ->
         await asyncio.sleep(0.3)
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
-        steps = sum(isinstance(command, DecodeSteps) for command in cluster.decode_mesh.log)
+        steps = len(cluster.decode_mesh.ran(DecodeSteps))
         await asyncio.sleep(1.0)
-        later = sum(isinstance(command, DecodeSteps) for command in cluster.decode_mesh.log)
+        later = len(cluster.decode_mesh.ran(DecodeSteps))
         assert later <= steps + 1
         await cluster.check_quiet()
 
@@ -328,3 +328,37 @@ async def test_timings_tell_where_the_time_went() -> None:
         assert 10 * timings.tpot_seconds == pytest.approx(
             timings.total_seconds - timings.ttft_seconds, rel=0.01
         )
+
+
+@pytest.mark.parametrize("mode", list(Mode))
+async def test_an_answer_that_its_first_token_ends_took_as_long_to_come_as_any_other(
+    mode: Mode,
+) -> None:
+    async with Cluster(mode) as cluster:
+        whole = await cluster.collect(toy_request(1))
+        empty = await cluster.collect(toy_request(1, stop_ids=(whole.tokens[0][0],)))
+        assert not empty.tokens[0] and empty.timings is not None and whole.timings is not None
+        assert empty.timings.ttft_seconds > 0
+        assert empty.timings.ttft_seconds == pytest.approx(whole.timings.ttft_seconds)
+        assert (empty.timings.tpot_seconds, empty.timings.handoff_gap_seconds) == (0, 0)
+        await cluster.check_quiet()
+
+
+async def test_cancels_and_errors_keep_their_meaning_over_the_wire() -> None:
+    faults = Faults(pull_error=lambda _: "lost")
+    async with Cluster(
+        decode_faults=faults, limits=LimitsConfig(max_attempts=2), wire=True
+    ) as cluster:
+        with pytest.raises(HandoffError, match="lost"):
+            await cluster.collect(toy_request(1))
+        with pytest.raises(InvalidRequestError, match="128"):
+            await cluster.collect(toy_request(1, prompt_tokens=128))
+        await cluster.check_quiet()
+    async with Cluster(wire=True) as cluster:
+        with pytest.raises(DeadlineExceededError, match=r"after \d+ tokens"):
+            await cluster.collect(toy_request(1, max_tokens=90, deadline_seconds=0.2))
+        leaving = asyncio.create_task(cluster.collect(toy_request(2, max_tokens=90)))
+        await asyncio.sleep(0.2)
+        leaving.cancel()
+        await asyncio.gather(leaving, return_exceptions=True)
+        await cluster.check_quiet()

@@ -6,11 +6,11 @@ import asyncio
 import pytest
 from hypothesis import strategies as st
 
-from jdisagg.config import Mode
-from jdisagg.messages.step_commands import InsertBlock, PrefillChunk
+from jdisagg.config import LimitsConfig, Mode
+from jdisagg.messages.step_commands import InsertBlock, PrefillChunk, PullBlock
 from tests.dispatch.storms import mixed_requests, stream_all
-from tests.fakes.cluster import Cluster, toy_request
-from tests.fakes.fake_executor import Costs, toy_limits
+from tests.fakes.cluster import Cluster, Fleet, toy_request
+from tests.fakes.fake_executor import Costs, Faults, toy_limits
 from tests.fakes.fake_states import Keeps, kept_as_it_is, with_state
 from tests.fakes.virtual_time import run_virtually
 from tests.lanes import given_examples
@@ -30,6 +30,7 @@ async def test_preemption_loses_and_changes_no_token(
         prefill=keeps(toy_limits()),
         growth_tokens=1,
         steps_per_dispatch=steps_per_dispatch,
+        wire=ranks == 2,
     ) as cluster:
         assert await stream_all(cluster, mixed_requests(16)) > 0
 
@@ -126,8 +127,7 @@ async def test_a_full_decode_pool_holds_the_prefill_back() -> None:
         await asyncio.sleep(0.05)
         prefilled = {
             row.sequence
-            for command in cluster.prefill_mesh.log
-            if isinstance(command, PrefillChunk)
+            for command in cluster.prefill_mesh.ran(PrefillChunk)
             for row in command.rows
         }
         assert len(prefilled) == 1, "nothing is prefilled before the decode side has pages for it"
@@ -160,3 +160,35 @@ async def test_offers_that_nobody_fetches_hold_the_prefill_back() -> None:
             "four chunks of two layer groups, and the one that went over the mark"
         )
         await cluster.check_quiet()
+
+
+@pytest.mark.parametrize("pages", [400, 64])
+async def test_a_stalled_decode_worker_does_not_hold_back_anothers_hand_offs(pages: int) -> None:
+    stalled = Faults(pull_error=lambda nth: "stall")
+    limits = LimitsConfig(pull_seconds=20.0, max_attempts=20)
+    prefill = toy_limits(pages_per_rank=pages)
+    async with Fleet(
+        prefills=1,
+        prefill=prefill,
+        limits=limits,
+        faults=lambda name: stalled if name == "decode0" else Faults(),
+        costs=Costs(pull=0.001),
+    ) as fleet:
+        loop = asyncio.get_running_loop()
+        paths = [fleet.new_path(decode=name) for name in ("decode0", "decode1")]
+        ended: list[float] = []
+
+        async def ask(number: int) -> None:
+            request = toy_request(number, prompt_tokens=60, max_tokens=2)
+            await fleet.ask(request, paths[number % 2])
+            ended.append(loop.time())
+
+        asked = [asyncio.create_task(ask(number)) for number in range(12)]
+        await asyncio.sleep(5.0)
+        stuck = fleet.processes["decode0"].mesh.ran(PullBlock)
+        assert stuck and fleet.counted("chunks_held_back") > 0, "decode0 stalls, and is noticed to"
+        assert len(ended) == 6, f"{len(ended)} of decode1's six have ended"
+        for task in asked:
+            task.cancel()
+        await asyncio.gather(*asked, return_exceptions=True)
+        await fleet.check_quiet(settle_seconds=40.0)

@@ -152,17 +152,6 @@ def test_d_d_1_waits_for_nothing_below_capacity_and_ever_longer_above() -> None:
     assert above == pytest.approx(np.arange(200) * (SERVICE - gap), rel=0.01, abs=1e-9)
 
 
-@pytest.mark.parametrize("load", [0.3, 0.5, 0.8])
-def test_lindleys_mean_is_pollaczek_and_khinchines(load: float) -> None:
-    """Ties the recursion above to theory: its mean agrees within 1 % over ten million requests."""
-    random = np.random.default_rng(0)
-    gaps = random.exponential(SERVICE / load, 10_000_000)
-    # Lindley in closed form: the walk of service - gap above its least value so far.
-    walk = np.cumsum(SERVICE - gaps)
-    waiting = walk - np.minimum(np.minimum.accumulate(walk), 0.0)
-    assert waiting.mean() == pytest.approx(load * SERVICE / (2 * (1 - load)), rel=0.01)
-
-
 @pytest.mark.slow
 def test_m_d_1_waits_as_long_as_theory_says() -> None:
     load = 0.3

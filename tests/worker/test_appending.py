@@ -13,8 +13,10 @@ from jdisagg.messages.ports_middleware import through
 from jdisagg.messages.step_commands import DecodeSteps, PrefillChunk, StepCommand
 from jdisagg.scheduler.executor import Executor
 from tests.fakes.cluster import until
+from tests.fakes.fake_states import with_state
 from tests.worker.appends import APPEND, appending, cluster
 from tests.worker.conversations import SEEDS, Talk, asked, limits, prompt, storm
+from tests.worker.states import check_snapshots, stateful
 
 
 class Commands:
@@ -179,3 +181,15 @@ async def test_streams_get_a_token_between_any_two_chunks_that_are_appended() ->
         assert kinds.count(PrefillChunk) == 4
         assert (PrefillChunk, PrefillChunk) not in set(zip(kinds, kinds[1:], strict=False))
         made.check(long, await running)
+
+
+@SEEDS
+@pytest.mark.parametrize("ranks", [1, 2])
+async def test_what_is_appended_to_a_snapshot_changes_no_token(seed: int, ranks: int) -> None:
+    """From a snapshot that it made at the last whole block of an answer."""
+    decode = with_state(appending(ranks), snapshots=24, every=16)
+    async with cluster(decode=decode, prefill=stateful(ranks), wire=True, seed=seed) as made:
+        await storm(made, Talk(seed), requests=60, at_once=4, cancels=0.1)
+        assert made.decode.counters["prompts_appended"] > 0
+        assert check_snapshots(made) > 0
+        assert sum(one.used for one in made.decode._state.residency.snapshots) > 0

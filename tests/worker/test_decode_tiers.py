@@ -253,12 +253,12 @@ async def test_a_prompt_is_appended_behind_what_came_back() -> None:
         await cluster.ask(filler)
         kept = cluster.decode._kept
         assert kept.match(0, kept.chain(first, history)) == 0, "nothing is left in pages"
-        chunks = len([1 for one in cluster.prefill_mesh.log if isinstance(one, PrefillChunk)])
+        chunks = len([1 for one in cluster.prefill_mesh.ran(PrefillChunk)])
         following = asked(3, (*history, 1, 2, 3))
         collected = await cluster.ask(following)
         assert collected.cached_by_tier == CachedTokens(host=80)
         assert cluster.decode.counters["prompts_appended"] == 1
-        now = len([1 for one in cluster.prefill_mesh.log if isinstance(one, PrefillChunk)])
+        now = len([1 for one in cluster.prefill_mesh.ran(PrefillChunk)])
         assert now == chunks
         await cluster.check_quiet()
 

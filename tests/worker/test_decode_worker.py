@@ -66,16 +66,12 @@ async def test_children_share_the_prompt_and_copy_its_last_page_once_each() -> N
     async with Cluster(Mode.CHUNKED) as cluster:
         request = toy_request(1, prompt_tokens=10, n=4, temperature=1.0, max_tokens=9)
         await cluster.ask(request)
-        copies = [command for command in cluster.decode_mesh.log if isinstance(command, CopyPages)]
+        copies = cluster.decode_mesh.ran(CopyPages)
         assert [len(command.copies) for command in copies] == [3]
-        assert sum(isinstance(command, PrefillChunk) for command in cluster.decode_mesh.log) == 1, (
-            "prefilled once"
-        )
+        assert len(cluster.decode_mesh.ran(PrefillChunk)) == 1, "prefilled once"
         whole_pages = toy_request(2, prompt_tokens=12, n=4, temperature=1.0, max_tokens=9)
         await cluster.ask(whole_pages)
-        assert sum(isinstance(command, CopyPages) for command in cluster.decode_mesh.log) == 1, (
-            "nothing to copy"
-        )
+        assert len(cluster.decode_mesh.ran(CopyPages)) == 1, "nothing to copy"
 
 
 async def test_a_late_zombie_is_ignored_and_a_later_attempt_supersedes_the_earlier() -> None:
@@ -292,13 +288,9 @@ async def test_a_prompt_cancelled_between_its_chunks_writes_no_more(
         await asyncio.sleep(after_seconds)
         await cluster.decode.cancel(reservation.reservation_id)
         assert await generating == []
-        issued = sum(isinstance(command, PrefillChunk) for command in cluster.decode_mesh.log)
+        issued = len(cluster.decode_mesh.ran(PrefillChunk))
         await asyncio.sleep(1.0)
-        assert (
-            sum(isinstance(command, PrefillChunk) for command in cluster.decode_mesh.log)
-            == issued
-            < 7
-        )
+        assert len(cluster.decode_mesh.ran(PrefillChunk)) == issued < 7
         await cluster.check_quiet()
 
 

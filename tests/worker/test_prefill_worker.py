@@ -78,7 +78,7 @@ async def test_blocks_that_are_not_fetched_are_freed_by_their_lease_without_new_
         assert cluster.channel.offered
         await asyncio.sleep(5)
         assert cluster.prefill.counters["leases_expired"] == 1
-        assert any(isinstance(command, ReleaseOffers) for command in cluster.prefill_mesh.log)
+        assert cluster.prefill_mesh.ran(ReleaseOffers)
         await cluster.check_quiet()
 
 
@@ -106,9 +106,7 @@ async def test_accepted_tokens_are_forced_not_resampled() -> None:
         accepted = (3, 1, 4, 1, 5)
         call = prefill_call(accepted=accepted, prompt_tokens=9, repetition_penalty=1.2)
         reply = await cluster.prefill.prefill(call)
-        chunk = next(
-            command for command in cluster.prefill_mesh.log if isinstance(command, PrefillChunk)
-        )
+        chunk = next(command for command in cluster.prefill_mesh.ran(PrefillChunk))
         assert chunk.rows[0].tokens == toy_request(1, prompt_tokens=9).prompt_token_ids + accepted
         assert chunk.rows[0].samples[0].output_history == accepted
         assert len(reply.tokens) == 1
@@ -172,10 +170,7 @@ async def test_prompts_are_spread_over_the_ranks() -> None:
         ]
         await asyncio.gather(*calls)
         rows = [
-            row.rank
-            for command in cluster.prefill_mesh.log
-            if isinstance(command, PrefillChunk)
-            for row in command.rows
+            row.rank for command in cluster.prefill_mesh.ran(PrefillChunk) for row in command.rows
         ]
         assert sorted(rows) == [0, 0, 1, 1]
         for number in range(4):
@@ -201,11 +196,7 @@ async def test_a_chunk_that_would_leave_ranks_idle_waits_for_the_one_before_it_a
             )
             await asyncio.sleep(0.02)
         await asyncio.gather(*calls)
-        assert [
-            len(command.rows)
-            for command in cluster.prefill_mesh.log
-            if isinstance(command, PrefillChunk)
-        ] == together
+        assert [len(command.rows) for command in cluster.prefill_mesh.ran(PrefillChunk)] == together
         for number in range(1, 4):
             await cluster.prefill.abort(number, "enough")
 

@@ -24,7 +24,7 @@ from tests.worker.tiers import BLOCK_BYTES, FAST
 
 def computed(cluster: Cluster) -> int:
     """Tokens of the rows of all chunks."""
-    chunks = [one for one in cluster.prefill_mesh.log if isinstance(one, PrefillChunk)]
+    chunks = cluster.prefill_mesh.ran(PrefillChunk)
     return sum(len(row.tokens) for one in chunks for row in one.rows)
 
 
@@ -58,7 +58,7 @@ async def test_a_prompt_shares_a_chunk_with_the_rest_of_the_one_that_it_waited_f
         rest = tuple(rng.randrange(89) for _ in range(150))
         requests = [asked(1, prompt(50) + rest), asked(2, prompt(50))]
         assert await all_of(cluster, requests) == [0, 48]
-        chunks = [one for one in cluster.prefill_mesh.log if isinstance(one, PrefillChunk)]
+        chunks = cluster.prefill_mesh.ran(PrefillChunk)
         assert {row.sequence for row in chunks[-1].rows} == {1, 2}
         await cluster.check_quiet()
 
@@ -80,9 +80,7 @@ async def test_where_the_first_is_cancelled_the_next_takes_over_from_where_it_wa
             for number in range(3)
         ]
         await asyncio.sleep(0)
-        while sum(isinstance(one, PrefillChunk) for one in cluster.prefill_mesh.log) < (
-            after_chunks
-        ):
+        while len(cluster.prefill_mesh.ran(PrefillChunk)) < (after_chunks):
             await asyncio.sleep(1e-4)
         await cluster.prefill.abort(10, "the client has gone")
         replies = await asyncio.gather(*calls, return_exceptions=True)
@@ -182,15 +180,13 @@ async def test_on_one_mesh_what_is_common_is_computed_once_and_taken_over_too(
         requests = [asked(number, prompt(100, tail=number)) for number in range(4)]
         running = [asyncio.ensure_future(cluster.collect(one)) for one in requests]
         if cancelled:
-            await until(
-                lambda: any(isinstance(one, PrefillChunk) for one in cluster.decode_mesh.log), 1e-4
-            )
+            await until(lambda: cluster.decode_mesh.ran(PrefillChunk), 1e-4)
             running[0].cancel()
         done = await asyncio.gather(*running, return_exceptions=True)
         for request, one in zip(requests[cancelled:], done[cancelled:], strict=True):
             assert isinstance(one, Collected)
             cluster.check(request, one)
-        chunks = [one for one in cluster.decode_mesh.log if isinstance(one, PrefillChunk)]
+        chunks = cluster.decode_mesh.ran(PrefillChunk)
         computed = sum(len(row.tokens) for one in chunks for row in one.rows)
         # the first, and of each other one what is behind six blocks
         assert computed <= 100 + (5 + 6 + 7)
@@ -253,8 +249,7 @@ async def test_the_router_sends_prompts_that_come_at_once_to_one_worker(indexed:
         tokens = {
             name: sum(
                 len(row.tokens)
-                for one in fleet.processes[name].mesh.log
-                if isinstance(one, PrefillChunk)
+                for one in fleet.processes[name].mesh.ran(PrefillChunk)
                 for row in one.rows
             )
             for name in ("prefill0", "prefill1")

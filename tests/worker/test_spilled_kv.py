@@ -36,7 +36,7 @@ async def test_without_host_memory_the_same_is_prefilled_again() -> None:
     async with scarce(TierRoom()) as cluster:
         await all_of(cluster, long(1), long(2))
         assert cluster.path.counters["preemptions"] > 0
-        assert not [one for one in cluster.decode_mesh.log if isinstance(one, ExtractBlock)]
+        assert not cluster.decode_mesh.ran(ExtractBlock)
         assert cluster.decode.counters["spills_declined"] == 0
 
 
