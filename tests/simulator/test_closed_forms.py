@@ -11,14 +11,13 @@ import numpy as np
 import pytest
 
 from jdisagg.config import Mode, RoutingConfig
-from jdisagg.costs.catalog import geometry
-from jdisagg.costs.hardware import accelerator
 from jdisagg.errors import WorkloadError
 from jdisagg.simulator.executor import SimulatedExecutor
 from jdisagg.simulator.fleet import INSTANCE, Fleet, Pool
 from jdisagg.simulator.run import Result, simulate
 from jdisagg.simulator.step_costs import Pace
 from jdisagg.simulator.workloads import Arrival, Fixed, gamma, poisson
+from tests.costs.named import H100, LLAMA_8B, LLAMA_31_8B
 
 SERVICE = 0.1
 CHUNK = 128
@@ -62,8 +61,8 @@ class ConstantCosts:
 def one_server(mode: Mode, step_seconds: float = 0.02) -> Fleet:
     instance = replace(INSTANCE, chunk_tokens=CHUNK, pages_per_rank=4096)
     costs = ConstantCosts(prefill_seconds=SERVICE, step_seconds=step_seconds)
-    pool = Pool(1, accelerator("h100"), instance, costs=costs)
-    return Fleet(geometry("llama-3-8b"), pool, pool if mode is Mode.DISAGGREGATED else None, mode)
+    pool = Pool(1, H100, instance, costs=costs)
+    return Fleet(LLAMA_8B, pool, pool if mode is Mode.DISAGGREGATED else None, mode)
 
 
 def waits(result: Result) -> np.ndarray:
@@ -131,12 +130,9 @@ def test_prompts_follow_each_other_through_a_pipeline_a_stage_apart(stages: int)
 def test_a_router_that_knows_of_the_pipeline_keeps_it_full() -> None:
     """The router holds back what a prefill worker cannot begin soon; four stages begin four times
     as much."""
-    stages, pool = 4, Pool(1, accelerator("h100"), replace(INSTANCE, chunk_tokens=2048))
+    stages, pool = 4, Pool(1, H100, replace(INSTANCE, chunk_tokens=2048))
     fleet = Fleet(
-        geometry("llama-3.1-8b"),
-        pool,
-        staged(pool, stages),
-        routing=RoutingConfig(ttft_slo_seconds=0.5),
+        LLAMA_31_8B, pool, staged(pool, stages), routing=RoutingConfig(ttft_slo_seconds=0.5)
     )
     seconds = fleet.cost_model(staged(pool, stages)).prefill([(2048, 0)]).seconds
     result = simulate(fleet, gamma(0.9 * stages / seconds, 300, Fixed(2048, 1), 1.0, seed=3))
