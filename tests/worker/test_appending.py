@@ -93,7 +93,6 @@ async def test_the_next_turn_is_appended_and_neither_computed_elsewhere_nor_sent
         ]
         status = await made.decode.status()
         assert status.can_prefill and status.chunk_tokens == APPEND
-        await made.check_quiet()
 
 
 class Forgetful:
@@ -126,7 +125,6 @@ async def test_what_is_not_kept_any_more_is_computed_by_the_prefill_worker() -> 
         assert made.path.counters["appends_handed_over"] == 1
         assert not commands.chunks("decode0")
         assert made.decode.counters["prompts_appended"] == 0
-        await made.check_quiet()
 
 
 class FailsOnce:
@@ -154,7 +152,6 @@ async def test_an_attempt_to_append_that_fails_is_followed_by_another() -> None:
         second = asked(2, (*prompt(100), *first.tokens[0], 7, 8, 9))
         await made.ask(second)
         assert fails.failed == 1 and made.path.counters["attempts_failed"] == 1
-        await made.check_quiet()
 
 
 async def test_streams_get_a_token_between_any_two_chunks_that_are_appended() -> None:

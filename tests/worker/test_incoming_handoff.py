@@ -129,9 +129,7 @@ async def test_a_block_of_several_layer_groups_counts_for_each_and_must_not_over
         channel, _ = blocks(10)
         first = wrong[0].group
         channel.offered[7] = (range(first, first + wrong[0].groups), list(entries), 0.0)
-        with pytest.raises(
-            HandoffError, match="do not cover 10 positions of 2 layer groups"
-        ):
+        with pytest.raises(HandoffError, match="do not cover 10 positions of 2 layer groups"):
             await Receiving(channel, [*wrong, HandoffEnd(count, 10, ())]).receive()
 
 
