@@ -3,6 +3,7 @@ measurements."""
 
 import dataclasses
 import json
+import re
 
 import pytest
 from hypothesis import given, settings
@@ -24,6 +25,7 @@ from jdisagg.errors import ConfigError, LayoutError
 from jdisagg.layout.axes import Layout
 from tests.costs.kinds import DENSE, IDEAL
 from tests.costs.measured_steps import eager_accelerator, measured_steps
+from tests.costs.named import A100, DEEPSEEK, H100, H200, LLAMA_70B, OPT_13B, QWEN_235B
 
 
 @pytest.mark.parametrize(
@@ -118,11 +120,9 @@ def test_experts_touched_grow_from_the_active_ones_to_all() -> None:
     assert experts.touched(1) == pytest.approx(8)
     assert experts.touched(2) == pytest.approx(8 + 8 * (1 - 8 / 128))
     assert experts.touched(10_000) == pytest.approx(128)
-    model = CostModel(geometry("qwen3-235b-a22b"), IDEAL)
+    model = CostModel(QWEN_235B, IDEAL)
     read = model.decode([1]).seconds * 1e12 / 2
-    assert read == pytest.approx(
-        geometry("qwen3-235b-a22b").active_parameters - 151936 * 4096, rel=0.01
-    )
+    assert read == pytest.approx(QWEN_235B.active_parameters - 151936 * 4096, rel=0.01)
 
 
 def test_tensor_parallelism_divides_the_work_and_adds_two_all_reduces_a_layer() -> None:
@@ -139,7 +139,7 @@ def test_tensor_parallelism_divides_the_work_and_adds_two_all_reduces_a_layer() 
 
 
 def test_experts_over_all_ranks_pay_an_exchange_of_their_own() -> None:
-    shape, hardware = geometry("qwen3-235b-a22b"), accelerator("h200")
+    shape, hardware = QWEN_235B, H200
     assert CostModel(shape, hardware, Layout(dp=4, tp=4, ep=16)).decode([1000] * 8).exchange > 0
     assert CostModel(shape, hardware, Layout(dp=4, tp=4, ep=4)).decode([1000] * 8).exchange == 0
     gathered = CostModel(shape, hardware, Layout(dp=16, tp=1, ep=16))
@@ -148,7 +148,7 @@ def test_experts_over_all_ranks_pay_an_exchange_of_their_own() -> None:
 
 
 def test_pipeline_stages_hand_on_and_let_the_next_batch_in_earlier() -> None:
-    one, two = (CostModel(geometry("opt-13b"), accelerator("a100"), Layout(pp=pp)) for pp in (1, 2))
+    one, two = (CostModel(OPT_13B, A100, Layout(pp=pp)) for pp in (1, 2))
     assert two.decode([500]).seconds > one.decode([500]).seconds
     assert two.interval_seconds(two.decode([500])) < 0.6 * one.interval_seconds(one.decode([500]))
     assert two.kv_tokens_per_rank() > 2 * one.kv_tokens_per_rank()
@@ -192,7 +192,7 @@ def test_what_leaves_a_domain_goes_over_the_slower_link() -> None:
 def test_a_mixed_step_costs_less_than_its_two_parts_and_is_each_where_the_other_is_missing() -> (
     None
 ):
-    model = CostModel(geometry("llama-3-70b"), accelerator("h100"), Layout(tp=8))
+    model = CostModel(LLAMA_70B, H100, Layout(tp=8))
     prefill = (512, model.pairs(512, 1024), 1536.0, 1)
     chunk, step = model.prefill([(512, 1024)]), model.decode_of(16, 16000.0)
     both = model.mixed_of(*prefill, 16, 16000.0)
@@ -202,7 +202,7 @@ def test_a_mixed_step_costs_less_than_its_two_parts_and_is_each_where_the_other_
 
 
 def test_a_mixed_step_whose_other_ranks_have_few_tokens_exchanges_less() -> None:
-    spread = CostModel(geometry("qwen3-30b-a3b"), accelerator("h100"), Layout(dp=2, ep=2))
+    spread = CostModel(geometry("qwen3-30b-a3b"), H100, Layout(dp=2, ep=2))
     rows = (1024, spread.pairs(1024), 1024.0, 1, 8, 8e3)
     alike, alone = spread.mixed_of(*rows), spread.mixed_of(*rows, elsewhere=8)
     assert alone.exchange < 0.75 * alike.exchange and alone.compute <= alike.compute
@@ -214,14 +214,10 @@ def test_products_of_whole_waves_take_their_arithmetic_and_one_tile_more_takes_a
     # 27 rows of tiles of 128 tokens by 4 of 256 columns are one wave of 108; every product of this
     # model is 1024 wide.
     shape = dataclasses.replace(
-        geometry("opt-13b"),
-        width=1024,
-        attention=GroupedAttention(8, 4, 64),
-        ffn=1024,
-        vocabulary=1024,
+        OPT_13B, width=1024, attention=GroupedAttention(8, 4, 64), ffn=1024, vocabulary=1024
     )
     card = dataclasses.replace(
-        accelerator("a100"),
+        A100,
         efficiency=Efficiency(
             1.0,
             1.0,
@@ -248,13 +244,13 @@ def test_products_of_whole_waves_take_their_arithmetic_and_one_tile_more_takes_a
 
 
 def test_a_latent_is_not_divided_by_tensor_parallelism() -> None:
-    shape, hardware = geometry("deepseek-v3"), accelerator("h200")
+    shape, hardware = DEEPSEEK, H200
     one, eight = (CostModel(shape, hardware, Layout(tp=tp)) for tp in (1, 8))
     assert eight._kv_bytes() == one._kv_bytes() == 576 * 2
 
 
 def test_a_token_of_latent_context_costs_each_head_two_products_with_the_latent() -> None:
-    model = CostModel(geometry("deepseek-v3"), IDEAL)
+    model = CostModel(DEEPSEEK, IDEAL)
     added = model.decode_of(1, 3000.0).compute - model.decode_of(1, 2000.0).compute
     # Scores over latent and rope part, the mix over the latent: 2 x 128 x (512 + 64) and 2 x 128 x
     # 512.
@@ -264,8 +260,8 @@ def test_a_token_of_latent_context_costs_each_head_two_products_with_the_latent(
 @pytest.mark.parametrize("codec", CODEC_BITS)
 def test_a_codec_sends_packed_values_and_a_scale_for_each_head(codec: str) -> None:
     packed = {"none": 128 * 2, "int8": 128 + 4, "fp8": 128 + 4, "int4": 64 + 4}[codec]
-    assert wire_bytes_per_token(geometry("llama-3-70b"), 2, codec) == 80 * 2 * 8 * packed
-    model = CostModel(geometry("llama-3-70b"), accelerator("h100"), Layout(tp=8))
+    assert wire_bytes_per_token(LLAMA_70B, 2, codec) == 80 * 2 * 8 * packed
+    model = CostModel(LLAMA_70B, H100, Layout(tp=8))
     wire = link("infiniband-ndr")
     cost = model.transfer(1000, wire, codec)
     assert cost.communication == pytest.approx(5e-6 + 1000 * 80 * 2 * 8 * packed / 45e9)
@@ -313,83 +309,47 @@ def test_hardware_survives_a_file_and_broken_files_are_refused(name: str) -> Non
 
 
 GONE, NAN = object(), float("nan")
+NUMBER, MISSING = "must be a number, got ", "is missing"
+POSITIVE, NOT_NEGATIVE = "must be a positive number, got ", "must be zero or more, got "
+IMPOSSIBLE: list[tuple[str, object, str]] = [
+    ("peak_flops", None, NUMBER + "None"),
+    ("peak_flops", 10**400, NUMBER + "1000"),
+    ("efficiency.gemm_compute", None, NUMBER + "None"),
+    ("efficiency.gemm_compute", GONE, MISSING),
+    ("efficiency.collective_bandwidth", 0, POSITIVE + "0"),
+    ("efficiency.large_bytes", NAN, POSITIVE + "nan"),
+    ("scale_up", None, "must be an object, got None"),
+    ("scale_up.bytes_per_second", GONE, MISSING),
+    ("scale_up.bytes_per_second", 0, POSITIVE + "0"),
+    ("scale_out.bytes_per_second", -5, POSITIVE + "-5"),
+    ("host.bytes_per_second", NAN, POSITIVE + "nan"),
+    ("scale_up.efficiency", 0, POSITIVE + "0"),
+    ("scale_up.latency_seconds", -1, NOT_NEGATIVE + "-1"),
+    ("name", None, "must be a text, got None"),
+    ("host.name", 5, "must be a text, got 5"),
+    ("dollars_per_hour", -1, NOT_NEGATIVE + "-1"),
+    ("dollars_per_hour", NAN, NOT_NEGATIVE + "nan"),
+    ("domain_devices", 2.5, "must be a whole number, got 2.5"),
+]
 
 
-@pytest.mark.parametrize(
-    ("path", "value", "said"),
-    [
-        ("peak_flops", None, "m.json: peak_flops must be a number, got None"),
-        ("peak_flops", 10**400, "m.json: peak_flops must be a number, got 1000"),
-        (
-            "efficiency.gemm_compute",
-            None,
-            "m.json: efficiency: gemm_compute must be a number, got None",
-        ),
-        (
-            "efficiency.gemm_compute",
-            GONE,
-            "m.json: efficiency: needed field 'gemm_compute' is missing",
-        ),
-        (
-            "efficiency.collective_bandwidth",
-            0,
-            "m.json: efficiency: .*collective_bandwidth must be a positive number, got 0",
-        ),
-        (
-            "efficiency.large_bytes",
-            NAN,
-            "m.json: efficiency: .*large_bytes must be a positive number, got nan",
-        ),
-        ("scale_up", None, "m.json: scale_up must be an object, got None"),
-        (
-            "scale_up.bytes_per_second",
-            GONE,
-            "m.json: scale_up: needed field 'bytes_per_second' is missing",
-        ),
-        (
-            "scale_up.bytes_per_second",
-            0,
-            "m.json: scale_up: .*bytes_per_second must be a positive number, got 0",
-        ),
-        (
-            "scale_out.bytes_per_second",
-            -5,
-            "m.json: scale_out: .*bytes_per_second must be a positive number, got -5",
-        ),
-        (
-            "host.bytes_per_second",
-            NAN,
-            "m.json: host: .*bytes_per_second must be a positive number, got nan",
-        ),
-        (
-            "scale_up.efficiency",
-            0,
-            "m.json: scale_up: .*efficiency must be a positive number, got 0",
-        ),
-        (
-            "scale_up.latency_seconds",
-            -1,
-            "m.json: scale_up: .*latency_seconds must be zero or more, got -1",
-        ),
-        ("name", None, "m.json: name must be a text, got None"),
-        ("host.name", 5, "m.json: host: name must be a text, got 5"),
-        ("dollars_per_hour", -1, "m.json: .*dollars_per_hour must be zero or more, got -1"),
-        ("dollars_per_hour", NAN, "m.json: .*dollars_per_hour must be zero or more, got nan"),
-        ("domain_devices", 2.5, "m.json: .*domain_devices must be a whole number, got 2.5"),
-    ],
-)
-def test_an_impossible_description_is_refused_by_file_and_field(
-    path: str, value: object, said: str
-) -> None:
-    fields = json.loads(json.dumps(dataclasses.asdict(HARDWARE["h100"])))
-    *way, last = path.split(".")
-    at = fields[way[0]] if way else fields
-    if value is GONE:
-        del at[last]
-    else:
-        at[last] = value
-    with pytest.raises(ConfigError, match=said):
-        accelerator_from_fields(fields, "m.json")
+def test_an_impossible_description_is_refused_by_file_and_field() -> None:
+    wrong = []
+    for path, value, said in IMPOSSIBLE:
+        fields = json.loads(json.dumps(dataclasses.asdict(HARDWARE["h100"])))
+        *way, last = path.split(".")
+        at = fields[way[0]] if way else fields
+        if value is GONE:
+            del at[last]
+        else:
+            at[last] = value
+        with pytest.raises(ConfigError) as caught:
+            accelerator_from_fields(fields, "m.json")
+        part = f"{way[0]}: .*" if way else ".*"
+        named = f"needed field '{last}'" if said == MISSING else last
+        if not re.search(f"m.json: {part}{named} {said}", str(caught.value)):
+            wrong.append((path, value, str(caught.value)))
+    assert not wrong
 
 
 def test_a_price_may_be_left_out_or_null() -> None:
@@ -426,11 +386,11 @@ def test_more_tokens_more_context_and_more_sequences_never_cost_less(
 
 
 def test_a_fit_finds_the_constants_that_made_the_steps() -> None:
-    llama = geometry("llama-3-70b")
+    llama = LLAMA_70B
     truth = dataclasses.replace(
-        accelerator("h100"),
+        H100,
         efficiency=dataclasses.replace(
-            accelerator("h100").efficiency,
+            H100.efficiency,
             gemm_compute=0.62,
             gemm_memory=0.7,
             collective_seconds=3e-5,
@@ -453,7 +413,7 @@ def test_a_fit_finds_the_constants_that_made_the_steps() -> None:
         for step, cost in zip(wanted, predict(truth, wanted), strict=True)
     ]
     names = ("gemm_compute", "gemm_memory", "collective_seconds", "collective_bandwidth")
-    found = fit(accelerator("h100"), seen, names).efficiency
+    found = fit(H100, seen, names).efficiency
     for name in names:
         assert getattr(found, name) == pytest.approx(getattr(truth.efficiency, name), rel=0.05)
 

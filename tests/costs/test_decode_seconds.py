@@ -14,6 +14,7 @@ from jdisagg.costs.hardware import accelerator
 from jdisagg.costs.kernels import Kernels
 from jdisagg.errors import ConfigError, LayoutError
 from jdisagg.layout.axes import Layout
+from tests.costs.named import A100, OPT_13B
 
 
 def waves_by_hand(contexts: list[int], heads: int, multiprocessors: int) -> int:
@@ -44,7 +45,7 @@ def test_decode_attention_over_whole_contexts_waits_for_the_busiest_multiprocess
 
 
 def test_only_kernels_that_read_whole_contexts_ask_for_the_longest() -> None:
-    shape, card = geometry("opt-13b"), accelerator("a100")
+    shape, card = OPT_13B, A100
     cut, whole = (
         CostModel(shape, card, kernels=Kernels(multiprocessors=108, whole_contexts=each))
         for each in (False, True)

@@ -4,11 +4,11 @@ import pytest
 
 from jdisagg.costs.catalog import geometry
 from jdisagg.costs.cost_model import CostModel
-from jdisagg.costs.hardware import accelerator
 from jdisagg.costs.kernels import Kernels
 from jdisagg.layout.axes import Layout
+from tests.costs.named import H200, LLAMA_31_8B
 
-CARD = accelerator("h200")
+CARD = H200
 OP = CARD.efficiency.op_seconds
 
 
@@ -40,7 +40,7 @@ def test_fused_operations_start_three_times_a_layer_and_quantizing_adds_one_a_pr
     def overhead(**kernels: object) -> float:
         return model("llama-3.1-8b", 1, **kernels).decode_of(1, 1.0).overhead
 
-    layers = geometry("llama-3.1-8b").layers
+    layers = LLAMA_31_8B.layers
     assert overhead() - overhead(fused=True) == pytest.approx(3 * layers * OP)
     # Four products a layer: into attention, out of it, into the ffn, out of it.
     assert overhead(quantizes=True) - overhead() == pytest.approx(4 * layers * OP)

@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 
 from jdisagg.costs.catalog import geometry
-from jdisagg.costs.hardware import accelerator
 from jdisagg.costs.measured import MeasuredCosts, StepTimes
 from jdisagg.costs.speeds import Kind, PriceSource, Speed, speed_of
 from jdisagg.layout.axes import Layout
+from tests.costs.named import H100, LLAMA_31_8B
 
-MODEL = geometry("llama-3.1-8b")
+MODEL = LLAMA_31_8B
 TIMES = StepTimes(
     chunk_sizes=(64, 128, 256, 512),
     chunks=((64, 0, 0.010), (256, 0, 0.034), (256, 1024, 0.060)),
@@ -79,7 +79,7 @@ def test_a_speed_from_measured_times_follows_the_compiled_sizes() -> None:
 
 
 def test_given_hardware_overrides_measured_times() -> None:
-    given = replace(KIND, hardware=accelerator("h100"))
+    given = replace(KIND, hardware=H100)
     assert given.source is PriceSource.GIVEN and KIND.source is PriceSource.MEASURED
     assert Speed(given).prefill_seconds(256) == Speed(replace(given, times=None)).prefill_seconds(
         256
@@ -89,7 +89,7 @@ def test_given_hardware_overrides_measured_times() -> None:
 def test_without_hardware_and_times_a_fast_accelerator_is_assumed() -> None:
     unknown = replace(KIND, times=None)
     assert unknown.source is PriceSource.ASSUMED
-    h100 = Speed(replace(unknown, hardware=accelerator("h100")))
+    h100 = Speed(replace(unknown, hardware=H100))
     assert speed_of(unknown).prefill_seconds(256) == h100.prefill_seconds(256)
 
 

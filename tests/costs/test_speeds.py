@@ -5,16 +5,15 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from jdisagg.costs.catalog import geometry
-from jdisagg.costs.hardware import accelerator
 from jdisagg.costs.speeds import ASSUMED, Kind, Speed, speed_of
 from jdisagg.layout.axes import Layout
 from jdisagg.scheduler.backlog import causal_pairs
+from tests.costs.named import A100, GB200, H100, LLAMA_8B, LLAMA_70B, OPT_13B, QWEN_235B
 
 KINDS = (
-    Kind(geometry("llama-3-70b"), Layout(tp=8), accelerator("h100")),
-    Kind(geometry("qwen3-235b-a22b"), Layout(dp=8, tp=4, ep=32), accelerator("gb200-nvl72")),
-    Kind(geometry("opt-13b"), Layout(pp=2), accelerator("a100")),
+    Kind(LLAMA_70B, Layout(tp=8), H100),
+    Kind(QWEN_235B, Layout(dp=8, tp=4, ep=32), GB200),
+    Kind(OPT_13B, Layout(pp=2), A100),
 )
 
 
@@ -76,6 +75,6 @@ def test_a_backlog_of_full_chunks_takes_as_long_as_the_prompts_it_was_made_of() 
 
 
 def test_a_layout_that_does_not_divide_the_model_has_assumed_times() -> None:
-    undivided = Kind(geometry("llama-3-8b"), Layout(tp=7), accelerator("h100"))
+    undivided = Kind(LLAMA_8B, Layout(tp=7), H100)
     assert speed_of(undivided) is speed_of(ASSUMED)
     assert speed_of(KINDS[0]) is speed_of(KINDS[0])

@@ -4,11 +4,11 @@ import dataclasses
 
 import pytest
 
-from jdisagg.costs.catalog import CATALOG, geometry
+from jdisagg.costs.catalog import CATALOG
 from jdisagg.costs.cost_model import CostModel
-from jdisagg.costs.hardware import accelerator
 from jdisagg.costs.kernels import Kernels
 from jdisagg.layout.axes import Layout
+from tests.costs.named import DEEPSEEK, H100, H200, LLAMA_31_70B
 
 
 def test_a_device_holds_whole_what_tensor_parallelism_does_not_cut() -> None:
@@ -21,24 +21,22 @@ def test_a_device_holds_whole_what_tensor_parallelism_does_not_cut() -> None:
     for layout in (Layout(tp=8, ep=8), Layout(dp=4, tp=4, ep=16)):
         whole, shared = 61 * latent + routers, 61 * cut + ffn + embeddings
         held = 2 * (whole + shared / layout.tp + experts / layout.ep)
-        model = CostModel(geometry("deepseek-v3"), accelerator("h200"), layout)
+        model = CostModel(DEEPSEEK, H200, layout)
         assert model.weight_bytes_per_device == pytest.approx(held, rel=1e-12)
     whole = 80 * 8192 * 128 * 2
     shared = 80 * (2 * 8192 * 64 * 128 + 3 * 8192 * 28672) + 2 * 128256 * 8192
-    model = CostModel(geometry("llama-3.1-70b"), accelerator("h100"), Layout(tp=16))
+    model = CostModel(LLAMA_31_70B, H100, Layout(tp=16))
     assert model.weight_bytes_per_device == pytest.approx(2 * (whole + shared / 16), rel=1e-12)
-    quantized = dataclasses.replace(geometry("deepseek-v3"), matrix_bits=8)
+    quantized = dataclasses.replace(DEEPSEEK, matrix_bits=8)
     plain = routers + 61 * 128 * 512 * (128 + 128) + embeddings  # routers, kv_b, stem
     held = 61 * latent + 61 * cut + ffn + routers + experts + embeddings + plain
-    assert CostModel(quantized, accelerator("h200")).weight_bytes_per_device == held
+    assert CostModel(quantized, H200).weight_bytes_per_device == held
     for shape in CATALOG.values():
-        assert CostModel(shape, accelerator("h100")).weight_bytes_per_device == pytest.approx(
-            2 * shape.parameters
-        )
+        assert CostModel(shape, H100).weight_bytes_per_device == pytest.approx(2 * shape.parameters)
 
 
 def test_speculation_adds_one_layer_of_weights_and_of_kv() -> None:
-    shape, card, layout = geometry("deepseek-v3"), accelerator("h200"), Layout(dp=2, tp=4, ep=8)
+    shape, card, layout = DEEPSEEK, H200, Layout(dp=2, tp=4, ep=8)
     drafting = dataclasses.replace(card, kernels=Kernels(draft_tokens=2, acceptance=0.8))
     with_drafts, without = (CostModel(shape, one, layout) for one in (drafting, card))
     latent = 7168 * (1536 + 512 + 64)

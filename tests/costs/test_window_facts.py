@@ -6,7 +6,6 @@ import pytest
 from jdisagg.config import InstanceConfig, Mode
 from jdisagg.costs.catalog import geometry
 from jdisagg.costs.cost_model import CostModel, wire_bytes_per_token
-from jdisagg.costs.hardware import accelerator
 from jdisagg.costs.kv_facts import held_bytes, kv_facts, sent_part
 from jdisagg.engine.limits import mesh_limits
 from jdisagg.layout.axes import Layout
@@ -14,6 +13,7 @@ from jdisagg.layout.kv_spec import KVSpec
 from jdisagg.scheduler.page_ledger import pages_for
 from jdisagg.simulator.step_costs import ModelCosts
 from jdisagg.worker.outgoing_kv import offers_of_pages, window_offers
+from tests.costs.named import H100, LLAMA_70B
 
 GPT = geometry("gpt-oss-20b")
 SPEC = KVSpec.attention(24, 8, 64, "bfloat16", (128, None) * 12)
@@ -52,7 +52,7 @@ def test_the_calculator_says_what_is_held_and_what_is_sent(tokens: int) -> None:
 
 
 def test_a_model_whose_layers_are_alike_sends_and_holds_all() -> None:
-    llama = geometry("llama-3-70b")
+    llama = LLAMA_70B
     assert sent_part(llama, 1000) == 1
     assert held_bytes(llama, "bfloat16", 1000, 100) == 1000 * llama.kv_bytes_per_token()
     assert "of it in windowed layers" not in dict(kv_facts(llama, "bfloat16", "none", 1000, 1.0))
@@ -64,7 +64,7 @@ def test_a_model_whose_layers_are_alike_sends_and_holds_all() -> None:
 @pytest.mark.parametrize("name", ["gpt-oss-20b", "gemma-4-31b", "llama-3.1-8b"])
 def test_the_simulator_transfers_of_a_prompt_what_the_facts_say(name: str) -> None:
     shape = geometry(name)
-    costs = ModelCosts(CostModel(shape, accelerator("h100"), Layout()))
+    costs = ModelCosts(CostModel(shape, H100, Layout()))
     for tokens in (1, 100, 5_000):
         expected = tokens * wire_bytes_per_token(shape, 2) * sent_part(shape, tokens)
         assert costs.wire_bytes(tokens) == pytest.approx(expected)

@@ -15,6 +15,7 @@ def mixed_requests(count: int, max_tokens: int = 24) -> list[Request]:
             seed=number,
             n=1 + (number % 4 == 3),
             repetition_penalty=1.0 + 0.1 * (number % 3 == 0),
+            presence_penalty=0.5 * (number % 5 == 0),
             min_tokens=number % 4,
             prompt_logprobs=(None, 0, 2)[number % 3],
         )

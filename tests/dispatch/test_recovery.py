@@ -7,7 +7,6 @@ from collections.abc import AsyncIterator
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jdisagg.config import LimitsConfig, RoutingConfig
@@ -23,6 +22,7 @@ from tests.fakes.fake_executor import Costs, Faults, toy_limits
 from tests.fakes.fake_states import Keeps, kept_as_it_is, with_state
 from tests.fakes.toy_model import expected_tokens
 from tests.fakes.virtual_time import run_virtually
+from tests.lanes import given_examples
 from tests.router.fleets import H100
 
 SLOW = Costs(prefill_token=1e-3, pull=0.02)
@@ -66,7 +66,6 @@ async def test_what_has_come_of_a_dead_prefill_workers_kv_is_kept_and_its_first_
         answer = collecting.result()
         assert answer.timings is not None
         assert answer.timings.kv_bytes_moved < 2 * 100 * 8, "what was here is not moved again"
-        await fleet.check_quiet()
 
 
 async def test_children_whose_first_tokens_were_delivered_keep_them_across_a_prefill_death():
@@ -78,7 +77,6 @@ async def test_children_whose_first_tokens_were_delivered_keep_them_across_a_pre
         fleet.check(request, await collecting)
         assert fleet.path.counters["sources_replaced"] == 1
         assert fleet.path.counters["attempts_failed"] == 0
-        await fleet.check_quiet()
 
 
 async def test_a_prefill_that_lost_its_reply_does_not_hold_the_stream_back() -> None:
@@ -92,7 +90,6 @@ async def test_a_prefill_that_lost_its_reply_does_not_hold_the_stream_back() -> 
             await fleet.kill("prefill0")
             fleet.check(request, await collecting)
             await fleet.start("prefill0")
-        await fleet.check_quiet()
 
 
 async def test_a_worker_restarted_under_its_name_is_another_peer() -> None:
@@ -105,7 +102,6 @@ async def test_a_worker_restarted_under_its_name_is_another_peer() -> None:
             await fleet.start("prefill0")
         await fleet.collect_all([toy_request(7, prompt_tokens=20)])
         assert len(fleet.processes["decode0"].mesh.peers) == 1, "the former ones are disconnected"
-        await fleet.check_quiet()
 
 
 async def test_one_death_counts_once_for_each_child_however_many_there_are() -> None:
@@ -151,7 +147,6 @@ async def test_an_earlier_attempt_that_waits_for_pages_is_superseded_too() -> No
         fleet.check(request, await new)
         await full
         assert fleet.counted("attempts_superseded") == 1
-        await fleet.check_quiet()
 
 
 async def test_without_survivors_streams_end_with_a_typed_error() -> None:
@@ -165,8 +160,9 @@ async def test_without_survivors_streams_end_with_a_typed_error() -> None:
         await fleet.check_quiet(settle_seconds=40)
 
 
-@settings(max_examples=60)
-@given(
+@given_examples(
+    20,
+    60,
     deaths=st.lists(
         st.tuples(st.sampled_from(["prefill0", "decode0"]), st.floats(0, 0.4)),
         min_size=1,
@@ -241,7 +237,6 @@ async def test_a_client_goes_on_through_another_router_at_its_next_token(
         fleet.check(request, await fleet.collect(again, fleet.new_path(), rest))
         first.cancel()
         await asyncio.gather(first, return_exceptions=True)
-        await fleet.check_quiet()
 
 
 @pytest.mark.parametrize("odd", ["prefill0", "decode0"])
@@ -250,7 +245,6 @@ async def test_a_worker_that_does_not_fit_the_others_is_gone_round(odd: str, wir
     async with Fleet(wire=wire, fingerprint=lambda name: "another" if name == odd else "") as fleet:
         await fleet.collect_all(mixed_requests(6))
         assert fleet.counted("sources_lost") > 0, "the odd one was asked"
-        await fleet.check_quiet()
 
 
 @pytest.mark.parametrize("kind", ["prefill", "decode"])
@@ -270,7 +264,6 @@ async def test_a_request_too_large_for_one_worker_goes_to_another_and_for_all_is
         await shrink(f"{kind}1")
         with pytest.raises(InvalidRequestError, match="prompt"):
             await fleet.collect(toy_request(30, prompt_tokens=40, max_tokens=30))
-        await fleet.check_quiet()
 
 
 async def test_where_no_two_workers_fit_the_client_hears_what_differs() -> None:
@@ -281,7 +274,6 @@ async def test_where_no_two_workers_fit_the_client_hears_what_differs() -> None:
             UnavailableError, match="model_fingerprint is 'prefill0' on 'prefill0' and 'decode0'"
         ):
             await fleet.collect(toy_request(1))
-        await fleet.check_quiet()
 
 
 @pytest.mark.parametrize("wire", [False, True])
@@ -295,7 +287,6 @@ async def test_an_id_may_be_used_again_right_after_a_request_that_was_resumed(wi
         assert fleet.path.counters["attempts_failed"] == 0
         with pytest.raises(HandoffError, match="comes after attempt"):
             await fleet.collect(request)
-        await fleet.check_quiet()
 
 
 class Broken:
@@ -359,7 +350,6 @@ async def test_who_found_no_worker_at_first_is_no_less_new_than_others_when_ther
         assert [isinstance(answer, OverloadedError) for answer in answers] == [False, True, True], (
             "the burst is enough for one"
         )
-        await fleet.check_quiet()
 
 
 async def test_predictions_are_held_against_what_one_leg_did_undisturbed() -> None:

@@ -6,11 +6,11 @@ import os.path
 from collections.abc import Sequence
 
 import pytest
-from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from jdisagg.dispatch.token_stream import MAX_WINDOW_TOKENS, StopStrings, TextDelta, TokenStream
+from tests.lanes import given_examples
 
 CORPUS = [
     "The quick brown fox jumps over the lazy dog. It's a fine day, isn't it? Numbers: 12345, 3.14.",
@@ -130,9 +130,8 @@ def run(stream: TokenStream, parts: list[list[int]]) -> tuple[list[str], int]:
     return [*pieces, stream.finish()], kept
 
 
+@given_examples(50, 200, data=st.data(), text=TEXTS)
 @KINDS
-@given(data=st.data(), text=TEXTS)
-@settings(max_examples=200)
 def test_pieces_of_any_spans_concatenate_to_the_text_decoded_at_once(
     kind, data: st.DataObject, text: str
 ) -> None:
@@ -146,8 +145,7 @@ def test_pieces_of_any_spans_concatenate_to_the_text_decoded_at_once(
     assert "\ufffd" not in "".join(pieces)
 
 
-@given(data=st.data())
-@settings(max_examples=200)
+@given_examples(66, 200, data=st.data())
 def test_bytes_that_are_no_text_come_out_as_when_decoded_at_once(data: st.DataObject) -> None:
     decoder = byte_level()
     ids = data.draw(st.lists(st.integers(0, decoder.tokenizer.get_vocab_size() - 1), max_size=60))
@@ -157,9 +155,8 @@ def test_bytes_that_are_no_text_come_out_as_when_decoded_at_once(data: st.DataOb
     assert "".join(pieces) == text_in_context(decoder, prompt, output)
 
 
+@given_examples(25, 100, data=st.data())
 @KINDS
-@given(data=st.data())
-@settings(max_examples=100)
 def test_spans_do_not_change_the_text_even_of_arbitrary_tokens(kind, data: st.DataObject) -> None:
     decoder = kind()
     ids = data.draw(
@@ -173,9 +170,8 @@ def test_spans_do_not_change_the_text_even_of_arbitrary_tokens(kind, data: st.Da
     assert "".join(one_by_one) == "".join(any_spans)
 
 
+@given_examples(25, 100, data=st.data(), text=TEXTS)
 @KINDS
-@given(data=st.data(), text=TEXTS)
-@settings(max_examples=100)
 def test_a_stream_rebuilt_from_its_tokens_goes_on_as_the_first(
     kind, data: st.DataObject, text: str
 ) -> None:
@@ -195,9 +191,8 @@ def test_a_stream_rebuilt_from_its_tokens_goes_on_as_the_first(
     assert first.finish() == rebuilt.finish()
 
 
+@given_examples(50, 200, data=st.data(), text=TEXTS.filter(bool))
 @KINDS
-@given(data=st.data(), text=TEXTS.filter(bool))
-@settings(max_examples=200)
 def test_text_ends_before_or_after_the_stop_string_that_is_completed_first(
     kind, data: st.DataObject, text: str
 ) -> None:
@@ -225,12 +220,13 @@ def test_text_ends_before_or_after_the_stop_string_that_is_completed_first(
         assert kept == len(ids)
 
 
-@given(
+@given_examples(
+    100,
+    300,
     text=st.text(alphabet="ab", max_size=30),
     stop=st.lists(st.text(alphabet="ab", min_size=1, max_size=6), max_size=3),
     data=st.data(),
 )
-@settings(max_examples=300)
 def test_nothing_that_a_stop_string_could_still_take_back_is_let_out(
     text: str, stop: list[str], data: st.DataObject
 ) -> None:
@@ -244,9 +240,8 @@ def test_nothing_that_a_stop_string_could_still_take_back_is_let_out(
             assert given_out == seen[: len(seen) - max(beginnings, default=0)]
 
 
+@given_examples(25, 50, data=st.data(), text=st.text(alphabet=sorted(set(CORPUS[0])), min_size=1))
 @KINDS
-@given(data=st.data(), text=st.text(alphabet=sorted(set(CORPUS[0])), min_size=1))
-@settings(max_examples=50)
 def test_special_tokens_are_text_where_they_are_asked_for(
     kind, data: st.DataObject, text: str
 ) -> None:

@@ -181,6 +181,7 @@ class Fleet:
         grammars: Grammar compiler of all workers.
         fetches: Whether workers may fetch cached KV.
         mortal: Whether workers can be killed.
+        ends_quiet: Whether nothing is left when the test ends; see `check_quiet`.
         mixes: Whether a mesh in chunked mode runs chunks and steps together.
         addressed: Whether peers find a worker by address, or by name.
         wrap_mesh: Wraps a worker's mesh.
@@ -213,6 +214,7 @@ class Fleet:
         mortal: bool = True,
         addressed: bool = True,
         mode: Mode = Mode.DISAGGREGATED,
+        ends_quiet: bool = True,
         steps_per_dispatch: int = 1,
         queue_limit: int = 1024,
         mixes: bool = True,
@@ -224,7 +226,7 @@ class Fleet:
         self.channel = FakeChannel()
         self.clock = VirtualClock()
         self.limits = limits or LimitsConfig()
-        self.mode = mode
+        self.mode, self.ends_quiet = mode, ends_quiet
         self.processes: dict[str, Process] = {}
         self.unseen: list[dict[str, object]] = []
         self.hinted = hinted
@@ -300,7 +302,9 @@ class Fleet:
         await self.local.start()
         return self
 
-    async def __aexit__(self, *_: object) -> None:
+    async def __aexit__(self, error: type[BaseException] | None, *_: object) -> None:
+        if self.ends_quiet and error is None:
+            await self.check_quiet()
         for worker in reversed(self.local.workers.values()):
             if not self.local.is_dead(worker):
                 await worker.stop()

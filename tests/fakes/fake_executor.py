@@ -10,6 +10,7 @@ fail, never return or bring something else, breaks the mesh at a step, or lets a
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import msgspec
 
@@ -57,6 +58,7 @@ from tests.fakes.toy_grammars import is_forced
 from tests.fakes.toy_model import Entry, choose, extend, score
 
 LONGEST_RUN = 5
+C = TypeVar("C")
 
 
 @dataclass
@@ -191,6 +193,10 @@ class FakeExecutor:
         self._pulls = 0
         self._free_at = 0.0
         self._broken = False
+
+    def ran(self, kind: type[C]) -> list[C]:
+        """Its commands of a kind."""
+        return [command for command in self.log if isinstance(command, kind)]
 
     def run(self, command: StepCommand) -> "asyncio.Future[StepResult]":
         loop = asyncio.get_running_loop()

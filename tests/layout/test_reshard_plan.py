@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from jdisagg.errors import LayoutError
 from jdisagg.layout.reshard_plan import Box, Placement, ReshardPlan, plan_reshard, volume
+from tests.lanes import given_examples
 
 ITEMSIZE = 4
 
@@ -68,8 +69,7 @@ def reshards(draw: st.DrawFn) -> tuple[tuple[int, ...], Placement, Placement]:
     return shape, source, {len(held) - shared + index: box for index, box in enumerate(wanted)}
 
 
-@settings(max_examples=300)
-@given(reshards(), st.integers(0, 3))
+@given_examples(80, 300, reshards(), st.integers(0, 3))
 def test_a_plan_does_what_gather_then_scatter_does_and_writes_each_byte_once(
     case: tuple[tuple[int, ...], Placement, Placement], turn: int
 ) -> None:
@@ -90,8 +90,7 @@ def test_a_plan_does_what_gather_then_scatter_does_and_writes_each_byte_once(
     )
 
 
-@settings(max_examples=300)
-@given(reshards())
+@given_examples(80, 300, reshards())
 def test_replicas_are_used_so_evenly_that_no_piece_had_better_come_from_another(
     case: tuple[tuple[int, ...], Placement, Placement],
 ) -> None:

@@ -18,16 +18,16 @@ from tests.messages.values import of_annotation
 from tests.messages.wire import PATH, breaks, kinds, schema, sent, within
 
 KINDS = kinds()
-QUICK = settings(
-    max_examples=15, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large]
-)
+TRIED = settings(suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+EXAMPLES = pytest.mark.parametrize("examples", [4, pytest.param(15, marks=pytest.mark.slow)])
 
 
+@EXAMPLES
 @pytest.mark.parametrize("name", KINDS)
-def test_a_message_arrives_equal(name: str) -> None:
+def test_a_message_arrives_equal(name: str, examples: int) -> None:
     unpack = Unpacker(KINDS[name])
 
-    @QUICK
+    @settings(TRIED, max_examples=examples)
     @given(of_annotation(KINDS[name]))
     def check(message: object) -> None:
         assert unpack(pack(message)) == message
@@ -35,13 +35,14 @@ def test_a_message_arrives_equal(name: str) -> None:
     check()
 
 
+@EXAMPLES
 @pytest.mark.parametrize("name", KINDS)
-def test_spoiled_bytes_are_refused_or_are_another_message(name: str) -> None:
+def test_spoiled_bytes_are_refused_or_are_another_message(name: str, examples: int) -> None:
     """Truncated, flipped or replaced bytes give a typed error, or a message whose fields have their
     types, so that it packs and unpacks to the same bytes."""
     unpack = Unpacker(KINDS[name])
 
-    @QUICK
+    @settings(TRIED, max_examples=examples)
     @given(of_annotation(KINDS[name]), st.data())
     def check(message: object, data: st.DataObject) -> None:
         sent = bytearray(pack(message))
@@ -96,12 +97,13 @@ def test_what_is_no_message_is_refused(name: str, spoiled: bytes) -> None:
         unpack(spoiled)
 
 
+@EXAMPLES
 @pytest.mark.parametrize("name", KINDS)
-def test_lengths_that_are_only_claimed_take_no_memory(name: str) -> None:
+def test_lengths_that_are_only_claimed_take_no_memory(name: str, examples: int) -> None:
     """Replaces the length of each array by 100 million, one at a time."""
     unpack = Unpacker(KINDS[name])
 
-    @settings(QUICK, max_examples=5)
+    @settings(TRIED, max_examples=-(-examples // 3))
     @given(of_annotation(KINDS[name]))
     def check(message: object) -> None:
         sent = pack(message)

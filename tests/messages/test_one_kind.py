@@ -18,7 +18,7 @@ import jdisagg.messages
 from jdisagg.plain import Message
 
 ROOT = Path(__file__).resolve().parents[2]
-FOLDERS = ("jdisagg", "models", "launch", "configs", "benchmarks", "tools", "tests")
+FOLDERS = ("jdisagg", "models", "launch", "configs", "benchmarks", "tools")
 MODULES = [
     importlib.import_module(f"jdisagg.messages.{module.name}")
     for module in pkgutil.iter_modules(jdisagg.messages.__path__)

@@ -3,6 +3,8 @@ no input may break."""
 
 import itertools
 import math
+from collections.abc import Callable
+from typing import Any
 
 import msgspec
 import pytest
@@ -15,6 +17,7 @@ from jdisagg.messages.worker_status import WorkerRole, WorkerStatus
 from jdisagg.router.elastic import Controller, ElasticConfig, check_switch, usual_layout
 from jdisagg.router.elastic_signals import EndedRequest, SloTarget, SloWindow
 from jdisagg.router.quantiles import quantile
+from tests.lanes import given_examples
 from tests.router.plant import SLOTS, Load, Plant, status
 
 PREFILL, DECODE = WorkerRole.PREFILL, WorkerRole.DECODE
@@ -151,80 +154,53 @@ def test_a_burst_shorter_than_the_patience_changes_nothing():
     assert not here.switches
 
 
-def test_prompts_whose_own_prefill_is_too_long_are_no_reason_to_add_workers():
-    controller = Controller(CONFIG)
-    workers = (
-        status("p0", PREFILL, running=1),
-        status("p1", PREFILL),
-        status("d0", DECODE),
-        status("d1", DECODE),
+ROOM = ([], "both pools have room")
+
+
+def two_of_each(prefill: dict[str, Any], decode: dict[str, Any]) -> tuple[WorkerStatus, ...]:
+    return (
+        *(status(f"p{at}", PREFILL, **prefill) for at in range(2)),
+        *(status(f"d{at}", DECODE, **decode) for at in range(2)),
     )
+
+
+def changes(
+    workers: tuple[WorkerStatus, ...], ended: Callable[[float], EndedRequest], held: int = 0
+) -> tuple[list[WorkerRole], str]:
+    """The roles that workers are to have, as they report the same for two minutes, and the last
+    reason."""
+    controller, found = Controller(CONFIG), []
     for second in range(120):
-        controller.outcome(EndedRequest(second, 5.0, 0.02, queue_seconds=0.0))
-        assert controller.look(second, workers).switch is None
-    assert controller.latest is not None and controller.latest.reason == "both pools have room"
+        controller.outcome(ended(second))
+        found.append(controller.look(second, workers, held=held))
+    return [verdict.switch.role for verdict in found if verdict.switch], found[-1].reason
+
+
+def late(second: float) -> EndedRequest:
+    return EndedRequest(second, 9.0, 0.02, queue_seconds=8.5)
+
+
+def test_prompts_whose_own_prefill_is_too_long_are_no_reason_to_add_workers():
+    workers = (status("p0", PREFILL, running=1), *two_of_each({}, {})[1:])
+    assert changes(workers, lambda at: EndedRequest(at, 5.0, 0.02, queue_seconds=0.0)) == ROOM
 
 
 def test_a_tpot_that_a_single_sequence_misses_is_no_reason_to_add_workers():
-    controller = Controller(CONFIG)
-    workers = (
-        status("p0", PREFILL),
-        status("p1", PREFILL),
-        status("d0", DECODE, running=1),
-        status("d1", DECODE, running=1),
-    )
-    for second in range(120):
-        controller.outcome(EndedRequest(second, 0.1, 0.5))
-        assert controller.look(second, workers).switch is None
-    assert controller.latest is not None and controller.latest.reason == "both pools have room"
+    workers = two_of_each({}, {"running": 1})
+    assert changes(workers, lambda at: EndedRequest(at, 0.1, 0.5)) == ROOM
 
 
 def test_a_mean_that_meets_the_objective_does_not_hide_a_tail_that_misses_it():
-    controller = Controller(CONFIG)
-    workers = (
-        status("p0", PREFILL),
-        status("p1", PREFILL),
-        status("d0", DECODE, running=9),
-        status("d1", DECODE, running=9),
-    )
     paces = [0.02, 0.02, 0.02, 0.02, 0.3]
     assert sum(paces) / len(paces) < SLO.tpot_seconds
-    switches = []
-    for second in range(60):
-        controller.outcome(EndedRequest(second, 0.1, paces[second % 5]))
-        switches.append(controller.look(second, workers).switch)
-    assert [switch.role for switch in switches if switch] == [DECODE]
+    workers = two_of_each({}, {"running": 9})
+    assert changes(workers, lambda at: EndedRequest(at, 0.1, paces[int(at) % 5]))[0] == [DECODE]
 
 
 def test_pages_and_slots_of_prompts_that_wait_for_prefill_do_not_make_decode_short():
-    controller = Controller(CONFIG)
-    workers = (
-        status("p0", PREFILL, running=1, waiting=30),
-        status("p1", PREFILL, running=1, waiting=30),
-        status(
-            "d0",
-            DECODE,
-            running=SLOTS,
-            handoffs=SLOTS - 1,
-            waiting=5,
-            free_pages=(0,),
-            reserved_pages=(95,),
-        ),
-        status(
-            "d1",
-            DECODE,
-            running=SLOTS,
-            handoffs=SLOTS - 1,
-            waiting=5,
-            free_pages=(0,),
-            reserved_pages=(95,),
-        ),
-    )
-    seen = []
-    for second in range(60):
-        controller.outcome(EndedRequest(second, 9.0, 0.02, queue_seconds=8.5))
-        seen.append(controller.look(second, workers).switch)
-    assert [switch.role for switch in seen if switch] == [PREFILL]
+    full = {"running": SLOTS, "handoffs": SLOTS - 1, "free_pages": (0,), "reserved_pages": (95,)}
+    workers = two_of_each({"running": 1, "waiting": 30}, {**full, "waiting": 5})
+    assert changes(workers, late)[0] == [PREFILL]
 
 
 @pytest.mark.parametrize(("computing", "short"), [(1, PREFILL), (0, DECODE)])
@@ -233,15 +209,8 @@ def test_requests_that_the_router_holds_count_where_they_would_wait(
 ):
     """While all prefill workers are busy they are held for their sake, else for want of room to
     decode."""
-    controller = Controller(CONFIG)
-    workers = tuple(status(f"p{at}", PREFILL, running=computing) for at in range(2)) + tuple(
-        status(f"d{at}", DECODE, running=4) for at in range(2)
-    )
-    seen = []
-    for second in range(60):
-        controller.outcome(EndedRequest(second, 9.0, 0.02, queue_seconds=8.5))
-        seen.append(controller.look(second, workers, held=7).switch)
-    assert [switch.role for switch in seen if switch] == [short]
+    workers = two_of_each({"running": computing}, {"running": 4})
+    assert changes(workers, late, held=7)[0] == [short]
 
 
 def test_no_second_change_while_one_is_under_way_and_none_until_its_effect_shows():
@@ -251,7 +220,7 @@ def test_no_second_change_while_one_is_under_way_and_none_until_its_effect_shows
     )
 
     def look(second: float) -> bool:
-        controller.outcome(EndedRequest(second, 9.0, 0.02, queue_seconds=8.5))
+        controller.outcome(late(second))
         return controller.look(second, workers).switch is not None
 
     assert sum(look(second) for second in range(500)) == 1
@@ -298,8 +267,7 @@ moments = st.lists(
 )
 
 
-@settings(max_examples=150)
-@given(moments=moments)
+@given_examples(50, 150, moments=moments)
 def test_no_history_breaks_the_rules(moments):
     """Never the last taking worker of a role, never one that drains, never two at once, never
     within the cooldown, never without traffic; the advice never falls below one of each; the layout

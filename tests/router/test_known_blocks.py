@@ -5,7 +5,6 @@ import random
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jdisagg.errors import InvalidRequestError
@@ -15,6 +14,7 @@ from jdisagg.router.known_blocks import KnownBlocks
 from jdisagg.scheduler.kept_log import KeptLog
 from jdisagg.scheduler.page_ledger import PageLedger
 from jdisagg.scheduler.residency import BlockNames, Residency
+from tests.lanes import given_examples
 
 SECRET = b"secret"
 GRAIN = 8
@@ -79,8 +79,7 @@ FAULTS = st.tuples(
 )
 
 
-@settings(max_examples=150)
-@given(st.lists(st.one_of(USES, FAULTS), max_size=40), PROMPTS)
+@given_examples(60, 150, st.lists(st.one_of(USES, FAULTS), max_size=40), PROMPTS)
 def test_whatever_news_are_lost_doubled_or_late_the_next_exchange_makes_it_good(
     steps: list[tuple[str, int, int, tuple[int, ...]]], asked: tuple[int, ...]
 ) -> None:

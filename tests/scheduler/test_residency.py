@@ -17,6 +17,7 @@ from jdisagg.images import PromptImage
 from jdisagg.request import Adapter, Request
 from jdisagg.scheduler.page_ledger import LedgerError, PageLedger, pages_for
 from jdisagg.scheduler.residency import BlockNames, Chain, Residency, ResidencyTree
+from tests.lanes import given_examples
 
 PAGES = 24
 PAGE_SIZE = 8
@@ -220,10 +221,10 @@ def test_a_page_size_that_does_not_divide_the_grain_makes_larger_blocks() -> Non
 
 
 tokens_of = st.lists(st.integers(0, 2**32 - 1), min_size=2 * GRAIN, max_size=3 * GRAIN).map(tuple)
-texts = st.text(max_size=4)
+texts = st.text("ab", max_size=2)  # few, so that many are alike and many joined are
 
 
-@given(tokens_of, texts, texts, texts, texts)
+@given_examples(25, 100, tokens_of, texts, texts, texts, texts)
 def test_namespaces_never_meet(
     tokens: tuple[int, ...], tenant: str, scope: str, other_tenant: str, other_scope: str
 ) -> None:

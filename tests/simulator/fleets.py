@@ -3,10 +3,9 @@
 from dataclasses import replace
 
 from jdisagg.config import Mode
-from jdisagg.costs.catalog import geometry
-from jdisagg.costs.hardware import accelerator
 from jdisagg.simulator.fleet import INSTANCE, LIMITS, Fleet, Pool
 from jdisagg.simulator.workloads import LogNormal
+from tests.costs.named import L40S, LLAMA_8B
 
 LENGTHS = LogNormal(400, 1.0, 60, 1.0, longest=2000)
 
@@ -22,7 +21,7 @@ def small_fleet(mode: Mode = Mode.DISAGGREGATED, pages: int = 64) -> Fleet:
         growth_tokens=64,
         stream_tokens=16,
     )
-    pool = Pool(2, accelerator("l40s"), instance)
+    pool = Pool(2, L40S, instance)
     limits = replace(
         LIMITS,
         step_seconds=2.0,
@@ -30,10 +29,4 @@ def small_fleet(mode: Mode = Mode.DISAGGREGATED, pages: int = 64) -> Fleet:
         pull_seconds=2.0,
         default_deadline_seconds=120.0,
     )
-    return Fleet(
-        geometry("llama-3-8b"),
-        pool,
-        pool if mode is Mode.DISAGGREGATED else None,
-        mode,
-        limits=limits,
-    )
+    return Fleet(LLAMA_8B, pool, pool if mode is Mode.DISAGGREGATED else None, mode, limits=limits)

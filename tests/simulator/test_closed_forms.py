@@ -11,14 +11,13 @@ import numpy as np
 import pytest
 
 from jdisagg.config import Mode, RoutingConfig
-from jdisagg.costs.catalog import geometry
-from jdisagg.costs.hardware import accelerator
 from jdisagg.errors import WorkloadError
 from jdisagg.simulator.executor import SimulatedExecutor
 from jdisagg.simulator.fleet import INSTANCE, Fleet, Pool
 from jdisagg.simulator.run import Result, simulate
 from jdisagg.simulator.step_costs import Pace
 from jdisagg.simulator.workloads import Arrival, Fixed, gamma, poisson
+from tests.costs.named import H100, LLAMA_8B, LLAMA_31_8B
 
 SERVICE = 0.1
 CHUNK = 128
@@ -62,8 +61,8 @@ class ConstantCosts:
 def one_server(mode: Mode, step_seconds: float = 0.02) -> Fleet:
     instance = replace(INSTANCE, chunk_tokens=CHUNK, pages_per_rank=4096)
     costs = ConstantCosts(prefill_seconds=SERVICE, step_seconds=step_seconds)
-    pool = Pool(1, accelerator("h100"), instance, costs=costs)
-    return Fleet(geometry("llama-3-8b"), pool, pool if mode is Mode.DISAGGREGATED else None, mode)
+    pool = Pool(1, H100, instance, costs=costs)
+    return Fleet(LLAMA_8B, pool, pool if mode is Mode.DISAGGREGATED else None, mode)
 
 
 def waits(result: Result) -> np.ndarray:
@@ -131,12 +130,9 @@ def test_prompts_follow_each_other_through_a_pipeline_a_stage_apart(stages: int)
 def test_a_router_that_knows_of_the_pipeline_keeps_it_full() -> None:
     """The router holds back what a prefill worker cannot begin soon; four stages begin four times
     as much."""
-    stages, pool = 4, Pool(1, accelerator("h100"), replace(INSTANCE, chunk_tokens=2048))
+    stages, pool = 4, Pool(1, H100, replace(INSTANCE, chunk_tokens=2048))
     fleet = Fleet(
-        geometry("llama-3.1-8b"),
-        pool,
-        staged(pool, stages),
-        routing=RoutingConfig(ttft_slo_seconds=0.5),
+        LLAMA_31_8B, pool, staged(pool, stages), routing=RoutingConfig(ttft_slo_seconds=0.5)
     )
     seconds = fleet.cost_model(staged(pool, stages)).prefill([(2048, 0)]).seconds
     result = simulate(fleet, gamma(0.9 * stages / seconds, 300, Fixed(2048, 1), 1.0, seed=3))
@@ -150,17 +146,6 @@ def test_d_d_1_waits_for_nothing_below_capacity_and_ever_longer_above() -> None:
     gap = 1 / 12.5
     above = waits(simulate(one_server(Mode.DISAGGREGATED), gamma(12.5, 200, Fixed(CHUNK, 1), 0.0)))
     assert above == pytest.approx(np.arange(200) * (SERVICE - gap), rel=0.01, abs=1e-9)
-
-
-@pytest.mark.parametrize("load", [0.3, 0.5, 0.8])
-def test_lindleys_mean_is_pollaczek_and_khinchines(load: float) -> None:
-    """Ties the recursion above to theory: its mean agrees within 1 % over ten million requests."""
-    random = np.random.default_rng(0)
-    gaps = random.exponential(SERVICE / load, 10_000_000)
-    # Lindley in closed form: the walk of service - gap above its least value so far.
-    walk = np.cumsum(SERVICE - gaps)
-    waiting = walk - np.minimum(np.minimum.accumulate(walk), 0.0)
-    assert waiting.mean() == pytest.approx(load * SERVICE / (2 * (1 - load)), rel=0.01)
 
 
 @pytest.mark.slow

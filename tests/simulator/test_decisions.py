@@ -4,14 +4,14 @@ from dataclasses import replace
 
 import pytest
 
-from jdisagg.costs.catalog import geometry
-from jdisagg.costs.hardware import LINKS, Link, accelerator
+from jdisagg.costs.hardware import LINKS, Link
 from jdisagg.dispatch.router_events import NoRouterEvents
 from jdisagg.layout.axes import Layout
 from jdisagg.router.decision import Decision, PlacementOutcome, PlacementQuery
 from jdisagg.simulator.fleet import INSTANCE, Fleet, Pool
 from jdisagg.simulator.run import simulate
 from jdisagg.simulator.workloads import Arrival, poisson
+from tests.costs.named import H100, LLAMA_31_8B
 from tests.simulator.fleets import LENGTHS, small_fleet
 
 
@@ -42,12 +42,12 @@ def test_the_router_expects_the_network_that_joins_the_simulated_racks(
         def answered(self, query: PlacementQuery, now: float, answer: PlacementOutcome) -> None:
             answers.append(answer)
 
-    pool = Pool(1, accelerator("h100"), replace(INSTANCE, layout=Layout(tp=8)))
-    fleet = Fleet(geometry("llama-3.1-8b"), decode=pool, prefill=pool, link=link)
+    pool = Pool(1, H100, replace(INSTANCE, layout=Layout(tp=8)))
+    fleet = Fleet(LLAMA_31_8B, decode=pool, prefill=pool, link=link)
     simulate(fleet, [Arrival(0.0, 2000, 4)], events=Listed())
     (decision,) = answers
     assert isinstance(decision, Decision) and decision.terms is not None
-    far = link or accelerator("h100").scale_out
+    far = link or H100.scale_out
     moving = far.latency_seconds + 2000 * fleet.geometry.kv_bytes_per_token("bfloat16") / 8 / (
         far.bytes_per_second * far.efficiency
     )

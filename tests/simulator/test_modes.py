@@ -6,13 +6,12 @@ from dataclasses import replace
 import pytest
 
 from jdisagg.config import Mode
-from jdisagg.costs.catalog import geometry
-from jdisagg.costs.hardware import accelerator
 from jdisagg.errors import ConfigError, LayoutError
 from jdisagg.layout.axes import Layout
 from jdisagg.simulator.fleet import INSTANCE, Fleet, Pool
 from jdisagg.simulator.run import Result, simulate
 from jdisagg.simulator.workloads import Arrival
+from tests.costs.named import H100, LLAMA_31_8B, LLAMA_31_70B
 
 # Four streams that decode, and a long prompt that comes in their midst.
 ARRIVALS = [*(Arrival(0.1 * number, 200, 300) for number in range(4)), Arrival(0.8, 8000, 10)]
@@ -20,13 +19,9 @@ ARRIVALS = [*(Arrival(0.1 * number, 200, 300) for number in range(4)), Arrival(0
 
 def run(mode: Mode, fused: bool = False, chunk_tokens: int = 1024) -> Result:
     instance = replace(INSTANCE, chunk_tokens=chunk_tokens, layout=Layout(tp=2))
-    pool = Pool(1, accelerator("h100"), instance)
+    pool = Pool(1, H100, instance)
     fleet = Fleet(
-        geometry("llama-3.1-8b"),
-        pool,
-        pool if mode is Mode.DISAGGREGATED else None,
-        mode,
-        fused=fused,
+        LLAMA_31_8B, pool, pool if mode is Mode.DISAGGREGATED else None, mode, fused=fused
     )
     result = simulate(fleet, ARRIVALS)
     assert [(outcome.end, outcome.output_tokens) for outcome in result.outcomes] == [
@@ -65,29 +60,26 @@ def test_smaller_chunks_stall_less_and_take_longer() -> None:
 
 
 def test_fleets_that_cannot_be_are_refused_with_what_does_not_fit() -> None:
-    pool = Pool(1, accelerator("h100"), INSTANCE)
+    pool = Pool(1, H100, INSTANCE)
     with pytest.raises(ConfigError, match="prefill pool"):
-        Fleet(geometry("llama-3.1-8b"), pool)
+        Fleet(LLAMA_31_8B, pool)
     with pytest.raises(ConfigError, match="no room for KV"):
-        Fleet(geometry("llama-3.1-70b"), pool, mode=Mode.CHUNKED)
+        Fleet(LLAMA_31_70B, pool, mode=Mode.CHUNKED)
     with pytest.raises(LayoutError):
         Fleet(
-            geometry("llama-3.1-8b"),
+            LLAMA_31_8B,
             replace(pool, instance=replace(INSTANCE, layout=Layout(tp=3))),
             mode=Mode.CHUNKED,
         )
     with pytest.raises(ConfigError, match="at least 1"):
-        Pool(0, accelerator("h100"))
+        Pool(0, H100)
 
 
 def test_an_instance_wider_than_the_fast_link_pays_for_the_slower_one() -> None:
     """`host_devices` bounds the fast link for tensor parallelism as well as for hand-offs."""
-    pool = Pool(1, accelerator("h100"), replace(INSTANCE, layout=Layout(tp=8)))
+    pool = Pool(1, H100, replace(INSTANCE, layout=Layout(tp=8)))
     within, beyond = (
-        simulate(
-            Fleet(geometry("llama-3.1-8b"), pool, pool, host_devices=devices),
-            [Arrival(0.0, 4000, 2)],
-        )
+        simulate(Fleet(LLAMA_31_8B, pool, pool, host_devices=devices), [Arrival(0.0, 4000, 2)])
         .outcomes[0]
         .ttft
         for devices in (8, 4)
@@ -97,11 +89,7 @@ def test_an_instance_wider_than_the_fast_link_pays_for_the_slower_one() -> None:
 
 def test_pools_stand_side_by_side_on_hosts_and_large_instances_take_whole_ones() -> None:
     half = replace(INSTANCE, layout=Layout(tp=4))
-    fleet = Fleet(
-        geometry("llama-3.1-8b"),
-        Pool(2, accelerator("h100"), half),
-        Pool(2, accelerator("h100"), half),
-    )
+    fleet = Fleet(LLAMA_31_8B, Pool(2, H100, half), Pool(2, H100, half))
     prefill, decode = fleet.places()
     assert (
         [place.split("/")[1] for place in prefill]
@@ -112,7 +100,5 @@ def test_pools_stand_side_by_side_on_hosts_and_large_instances_take_whole_ones()
     assert between(prefill[0], decode[0]).name == "nvlink4"
     assert between(prefill[0], decode[1]).name == "infiniband-ndr"
     whole = replace(INSTANCE, layout=Layout(dp=2, tp=8))
-    places = Fleet(
-        geometry("llama-3.1-8b"), Pool(2, accelerator("h100"), whole), mode=Mode.CHUNKED
-    ).places()[0]
+    places = Fleet(LLAMA_31_8B, Pool(2, H100, whole), mode=Mode.CHUNKED).places()[0]
     assert [place.split("/")[1] for place in places] == ["host0", "host2"]

@@ -9,15 +9,14 @@ from pathlib import Path
 import pytest
 
 from jdisagg.config import Mode, RoutingConfig
-from jdisagg.costs.catalog import geometry
 from jdisagg.costs.engines import Software
-from jdisagg.costs.hardware import accelerator
 from jdisagg.layout.axes import Layout
 from jdisagg.observe.decision_log import DecisionLog
 from jdisagg.simulator import workloads
 from jdisagg.simulator.fleet import INSTANCE, Fleet, Pool
 from jdisagg.simulator.report import RequestOutcome, SloLimits
 from jdisagg.simulator.run import Result, simulate
+from tests.costs.named import DEEPSEEK, GB200, H100, H200, LLAMA_31_8B, QWEN_235B
 
 SLO = SloLimits(ttft_seconds=1.0, tpot_seconds=0.03)
 ROUTING = RoutingConfig(ttft_slo_seconds=SLO.ttft_seconds, tpot_slo_seconds=SLO.tpot_seconds)
@@ -28,11 +27,7 @@ SECONDS = 8.0
 
 def fleet(routing: RoutingConfig = ROUTING) -> Fleet:
     return Fleet(
-        geometry("llama-3.1-8b"),
-        Pool(2, accelerator("h100")),
-        Pool(1, accelerator("h100"), INSTANCE),
-        routing=routing,
-        context_tokens=8192,
+        LLAMA_31_8B, Pool(2, H100), Pool(1, H100, INSTANCE), routing=routing, context_tokens=8192
     )
 
 
@@ -72,10 +67,8 @@ def test_one_pool_beyond_its_capacity_takes_no_more_prompts_than_its_streams_can
     at once."""
     good = {}
     for rate in (20.0, 80.0):
-        pool = Pool(2, accelerator("h100"), replace(INSTANCE, chunk_tokens=2048))
-        one_pool = Fleet(
-            geometry("llama-3.1-8b"), pool, mode=mode, routing=ROUTING, context_tokens=8192
-        )
+        pool = Pool(2, H100, replace(INSTANCE, chunk_tokens=2048))
+        one_pool = Fleet(LLAMA_31_8B, pool, mode=mode, routing=ROUTING, context_tokens=8192)
         result = simulate(one_pool, workloads.poisson(rate, int(rate * SECONDS), LENGTHS), seed=0)
         admitted = [
             outcome
@@ -90,13 +83,11 @@ def test_one_pool_beyond_its_capacity_takes_no_more_prompts_than_its_streams_can
 def test_who_is_admitted_is_served_in_time_where_dp_ranks_wait_for_each_other() -> None:
     """Long prompts come among short ones. All ranks of a mesh wait for the longest, which no
     prediction from sums covers."""
-    wide = Pool(1, accelerator("gb200-nvl72"), replace(INSTANCE, layout=Layout(dp=8, ep=8)))
+    wide = Pool(1, GB200, replace(INSTANCE, layout=Layout(dp=8, ep=8)))
     lengths = workloads.Mixture(((0.8, workloads.Fixed(500, 8)), (0.2, workloads.Fixed(6000, 8))))
     routing = RoutingConfig(ttft_slo_seconds=1.5)
     result = simulate(
-        Fleet(geometry("qwen3-235b-a22b"), wide, wide, routing=routing),
-        workloads.poisson(90.0, 900, lengths),
-        seed=0,
+        Fleet(QWEN_235B, wide, wide, routing=routing), workloads.poisson(90.0, 900, lengths), seed=0
     )
     admitted = [
         outcome for outcome in result.outcomes if outcome.end != "refused" and outcome.arrival > 2.0
@@ -110,13 +101,13 @@ def test_who_is_admitted_is_served_in_time_where_dp_ranks_wait_for_each_other() 
 def test_requests_held_at_the_router_leave_no_dp_rank_idle(mode: Mode) -> None:
     """One chunk takes longer than `hold_seconds`. An instance that gets prompts for some of its
     ranks alone computes them in the time of all."""
-    wide = Pool(1, accelerator("h200"), replace(INSTANCE, layout=Layout(dp=8, ep=8)))
+    wide = Pool(1, H200, replace(INSTANCE, layout=Layout(dp=8, ep=8)))
     arrivals = workloads.poisson(16.0, 200, workloads.LogNormal(2000, 1.0, 8, 1.0, longest=16000))
     software = Software.of("sglang", "fp8", None)
     ends = []
     for hold_seconds in (0.5, 1e9):
         site = Fleet(
-            software.shape(geometry("deepseek-v3")),
+            software.shape(DEEPSEEK),
             wide,
             wide if mode is Mode.DISAGGREGATED else None,
             mode,

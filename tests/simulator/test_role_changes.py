@@ -5,7 +5,6 @@ from dataclasses import replace
 import pytest
 
 from jdisagg.config import Mode
-from jdisagg.costs.hardware import accelerator
 from jdisagg.errors import ConfigError
 from jdisagg.layout.axes import Layout
 from jdisagg.messages.worker_status import WorkerRole
@@ -14,6 +13,7 @@ from jdisagg.simulator.cluster import SimulatedCluster
 from jdisagg.simulator.elastic import elastic
 from jdisagg.simulator.run import simulate
 from jdisagg.simulator.workloads import Arrival
+from tests.costs.named import H100
 from tests.simulator.fleets import small_fleet
 
 
@@ -47,7 +47,7 @@ def test_roles_that_cannot_change_are_refused_before_anything_is_served() -> Non
     two = small_fleet()
     assert two.prefill is not None
     wider = replace(two.prefill, instance=replace(two.prefill.instance, layout=Layout(tp=2)))
-    other = replace(two.prefill, hardware=accelerator("h100"))
+    other = replace(two.prefill, hardware=H100)
     for fleet, said in (
         (small_fleet(Mode.CHUNKED), "no such pool"),
         (replace(two, prefill=wider), "devices an instance, 2 and 1"),

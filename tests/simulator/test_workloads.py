@@ -131,38 +131,30 @@ def test_moments_may_name_their_offset_and_be_whole_seconds(tmp_path: Path) -> N
     assert [item.at_seconds for item in read_trace(path)] == [0.0, 3600.5, 7200.25, 10800.0]
 
 
-@pytest.mark.parametrize(
-    "text, words",
-    [
-        ("", "no requests"),
-        ("arrival_s,prompt_tokens,output_tokens\n", "no requests"),
-        ("arrival_s,output_tokens\n0,1\n", "no column for prompt_tokens"),
-        ("prompt_tokens,output_tokens\n1,1\n", "no column for at_seconds"),
-        ("arrival_s,prompt_tokens,output_tokens\n0,5,3\n1,-4,3\n", "row 3, prompt_tokens.*-4"),
-        ("arrival_s,prompt_tokens,output_tokens\n0,5,0\n", "row 2, output_tokens.*at least 1"),
-        ("arrival_s,prompt_tokens,output_tokens\n-1,5,3\n", "row 2, arrival_s.*0 or more"),
-        ("arrival_s,prompt_tokens,output_tokens\nnan,5,3\n", "row 2, arrival_s"),
-        ("arrival_s,prompt_tokens,output_tokens\n0,5.5,3\n", "row 2, prompt_tokens"),
-        ("arrival_s,prompt_tokens,output_tokens\n0,5\n", "row 2, output_tokens"),
-        (
-            f"arrival_s,prompt_tokens,output_tokens\n0,{'9' * 5000},3\n",
-            r"row 2, prompt_tokens.*got '9+\.\.\.; correct",
-        ),
-        (
-            "arrival_s,prompt_tokens,output_tokens,deadline\n0,5,3,\n0,5,3,0\n",
-            "bad.csv, row 3: an arrival's deadline must be positive",
-        ),
-        (
-            "at_seconds,prompt_tokens,output_tokens\n0001-01-01 00:00:00,1,1\n",
-            "bad.csv, row 2: an arrival's time must be 0 or more",
-        ),
-        (
-            "arrival_s,prompt_tokens,output_tokens,hash_ids\n0,5,3,4 -1\n",
-            "row 2, hash_ids.*at least 0, got '-1'",
-        ),
-    ],
-)
-def test_a_bad_table_is_refused_by_row_and_column(tmp_path: Path, text: str, words: str) -> None:
+HEADS = ("arrival_s", "prompt_tokens", "output_tokens")
+TABLES = [  # columns, rows, what is said
+    ((), [], "no requests"),
+    (HEADS, [], "no requests"),
+    (("arrival_s", "output_tokens"), ["0,1"], "no column for prompt_tokens"),
+    (HEADS[1:], ["1,1"], "no column for at_seconds"),
+    (HEADS, ["0,5,3", "1,-4,3"], "row 3, prompt_tokens.*-4"),
+    (HEADS, ["0,5,0"], "row 2, output_tokens.*at least 1"),
+    (HEADS, ["-1,5,3"], "row 2, arrival_s.*0 or more"),
+    (HEADS, ["nan,5,3"], "row 2, arrival_s"),
+    (HEADS, ["0,5.5,3"], "row 2, prompt_tokens"),
+    (HEADS, ["0,5"], "row 2, output_tokens"),
+    (HEADS, [f"0,{'9' * 5000},3"], r"row 2, prompt_tokens.*got '9+\.\.\.; correct"),
+    ((*HEADS, "deadline"), ["0,5,3,", "0,5,3,0"], "row 3: an arrival's deadline must be positive"),
+    (("at_seconds", *HEADS[1:]), ["0001-01-01 00:00:00,1,1"], "row 2: an arrival's time must be 0"),
+    ((*HEADS, "hash_ids"), ["0,5,3,4 -1"], "row 2, hash_ids.*at least 0, got '-1'"),
+]
+
+
+@pytest.mark.parametrize(("columns", "rows", "words"), TABLES)
+def test_a_bad_table_is_refused_by_row_and_column(
+    tmp_path: Path, columns: tuple[str, ...], rows: list[str], words: str
+) -> None:
+    text = "".join(f"{row}\n" for row in (",".join(columns), *rows)) if columns else ""
     with pytest.raises(WorkloadError, match=words):
         read_trace(written(tmp_path / "bad.csv", text))
 

@@ -4,13 +4,17 @@ import asyncio
 import random
 from dataclasses import replace
 
+import pytest
+
 from jdisagg.request import Request, SamplingParams
 from jdisagg.scheduler.residency import BlockNames
 from tests.fakes.cluster import Cluster, Collected, Fleet, toy_request
 from tests.fakes.fake_executor import toy_limits
+from tests.lanes import first_quick
 
 NAMES = BlockNames(b"secret", "toy", 16)
 CONTEXT = 256
+SEEDS = pytest.mark.parametrize(("seed",), first_quick([(0,), (1,), (2,)]))
 
 
 def limits(ranks: int = 1, pages: int = 160, page_size: int = 4, rows: int = 1):

@@ -13,8 +13,10 @@ from jdisagg.messages.ports_middleware import through
 from jdisagg.messages.step_commands import DecodeSteps, PrefillChunk, StepCommand
 from jdisagg.scheduler.executor import Executor
 from tests.fakes.cluster import until
+from tests.fakes.fake_states import with_state
 from tests.worker.appends import APPEND, appending, cluster
-from tests.worker.conversations import Talk, asked, limits, prompt, storm
+from tests.worker.conversations import SEEDS, Talk, asked, limits, prompt, storm
+from tests.worker.states import check_snapshots, stateful
 
 
 class Commands:
@@ -37,7 +39,7 @@ class Commands:
         return [one for one in self.of[name] if isinstance(one, PrefillChunk)]
 
 
-@pytest.mark.parametrize("seed", range(3))
+@SEEDS
 @pytest.mark.parametrize(
     ("prefill_size", "decode_size", "ranks"), [(4, 4, 1), (4, 8, 2), (32, 4, 1), (8, 16, 2)]
 )
@@ -91,7 +93,6 @@ async def test_the_next_turn_is_appended_and_neither_computed_elsewhere_nor_sent
         ]
         status = await made.decode.status()
         assert status.can_prefill and status.chunk_tokens == APPEND
-        await made.check_quiet()
 
 
 class Forgetful:
@@ -124,7 +125,6 @@ async def test_what_is_not_kept_any_more_is_computed_by_the_prefill_worker() -> 
         assert made.path.counters["appends_handed_over"] == 1
         assert not commands.chunks("decode0")
         assert made.decode.counters["prompts_appended"] == 0
-        await made.check_quiet()
 
 
 class FailsOnce:
@@ -152,7 +152,6 @@ async def test_an_attempt_to_append_that_fails_is_followed_by_another() -> None:
         second = asked(2, (*prompt(100), *first.tokens[0], 7, 8, 9))
         await made.ask(second)
         assert fails.failed == 1 and made.path.counters["attempts_failed"] == 1
-        await made.check_quiet()
 
 
 async def test_streams_get_a_token_between_any_two_chunks_that_are_appended() -> None:
@@ -179,3 +178,15 @@ async def test_streams_get_a_token_between_any_two_chunks_that_are_appended() ->
         assert kinds.count(PrefillChunk) == 4
         assert (PrefillChunk, PrefillChunk) not in set(zip(kinds, kinds[1:], strict=False))
         made.check(long, await running)
+
+
+@SEEDS
+@pytest.mark.parametrize("ranks", [1, 2])
+async def test_what_is_appended_to_a_snapshot_changes_no_token(seed: int, ranks: int) -> None:
+    """From a snapshot that it made at the last whole block of an answer."""
+    decode = with_state(appending(ranks), snapshots=24, every=16)
+    async with cluster(decode=decode, prefill=stateful(ranks), wire=True, seed=seed) as made:
+        await storm(made, Talk(seed), requests=60, at_once=4, cancels=0.1)
+        assert made.decode.counters["prompts_appended"] > 0
+        assert check_snapshots(made) > 0
+        assert sum(one.used for one in made.decode._state.residency.snapshots) > 0

@@ -6,14 +6,12 @@ of all requests that the parts add up to `cached_tokens`.)"""
 import asyncio
 from dataclasses import replace
 
-from jdisagg.config import Mode
 from jdisagg.messages.worker_status import KeptTier
 from jdisagg.request import AcceptedChild, CachedTokens, Request, Resumption
 from jdisagg.scheduler.disk_blocks import FILE_EXTRA_BYTES
 from jdisagg.scheduler.host_blocks import TierRoom
 from tests.fakes.cluster import Cluster
 from tests.fakes.fake_disk import FakeDisk
-from tests.fakes.virtual_time import run_virtually
 from tests.worker.conversations import NAMES, asked, limits, prompt
 from tests.worker.peering import PROMPT, fleet
 from tests.worker.tiers import BLOCK_BYTES, again, host, known_on_disk, other, worker_on
@@ -35,17 +33,6 @@ def hits(cluster: Cluster) -> dict[str, int]:
         for (name, labels), count in labelled.items()
         if name == "prefix_hit_tokens"
     }
-
-
-def test_what_lies_in_pages_comes_from_pages_in_every_mode() -> None:
-    async def main(mode: Mode) -> None:
-        async with Cluster(mode, decode=limits(), prefill=limits(), names=NAMES) as cluster:
-            for number, known in enumerate((0, 48)):
-                collected = await cluster.collect(asked(number, prompt(50)))
-                assert collected.cached_by_tier == CachedTokens(pages=known)
-
-    for mode in Mode:
-        run_virtually(lambda mode=mode: main(mode))
 
 
 async def test_what_was_brought_back_from_host_memory_is_told_apart_from_what_pages_still_had():

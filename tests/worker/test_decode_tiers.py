@@ -20,7 +20,7 @@ from tests.fakes.fake_disk import FakeDisk
 from tests.fakes.fake_executor import Costs, Faults
 from tests.router.fleets import H100
 from tests.worker.appends import SLOW, appending
-from tests.worker.conversations import NAMES, Talk, asked, converse, limits, storm
+from tests.worker.conversations import NAMES, SEEDS, Talk, asked, converse, limits, storm
 from tests.worker.peering import EveryoneKnown, settled
 from tests.worker.tiers import BLOCK_BYTES, FAST, other
 
@@ -152,10 +152,9 @@ async def test_what_was_used_twice_comes_back_from_disk_in_the_next_life_too(
         found = await turn(cluster, 1, "again")
         assert found == (CachedTokens() if spoiled else CachedTokens(disk=known))
         assert (cluster.decode.counters["host_blocks_broken"] > 0) == spoiled
-        await cluster.check_quiet()
 
 
-@pytest.mark.parametrize("seed", range(3))
+@SEEDS
 @pytest.mark.parametrize(
     ("mode", "page_size", "ranks", "blocks"),
     [
@@ -233,7 +232,6 @@ async def test_what_is_dearer_to_restore_than_to_receive_is_received() -> None:
             await turn(cluster, 1, f"1 {name}")
             await turn(cluster, 2, f"2 {name}")
         assert counters["host_tokens_restored"] == restored
-        await cluster.check_quiet()
 
 
 async def test_a_prompt_is_appended_behind_what_came_back() -> None:
@@ -253,14 +251,13 @@ async def test_a_prompt_is_appended_behind_what_came_back() -> None:
         await cluster.ask(filler)
         kept = cluster.decode._kept
         assert kept.match(0, kept.chain(first, history)) == 0, "nothing is left in pages"
-        chunks = len([1 for one in cluster.prefill_mesh.log if isinstance(one, PrefillChunk)])
+        chunks = len([1 for one in cluster.prefill_mesh.ran(PrefillChunk)])
         following = asked(3, (*history, 1, 2, 3))
         collected = await cluster.ask(following)
         assert collected.cached_by_tier == CachedTokens(host=80)
         assert cluster.decode.counters["prompts_appended"] == 1
-        now = len([1 for one in cluster.prefill_mesh.log if isinstance(one, PrefillChunk)])
+        now = len([1 for one in cluster.prefill_mesh.ran(PrefillChunk)])
         assert now == chunks
-        await cluster.check_quiet()
 
 
 async def test_a_request_that_is_given_up_while_it_waits_for_a_restore_leaves_nothing() -> None:
@@ -311,10 +308,9 @@ async def test_a_mixed_worker_fetches_what_another_keeps_in_pages_or_host_memory
         assert await at(both, "decode1", other(2)) == CachedTokens(peer=64)
         assert holder.counters["host_tokens_restored"] >= 64
         assert both.decode_worker("decode1").counters["peer_fetch_failed"] == 0
-        await both.check_quiet()
 
 
-@pytest.mark.parametrize("seed", range(2))
+@SEEDS
 async def test_streams_of_mixed_workers_are_the_oracles_whatever_becomes_of_a_fetch(
     seed: int,
 ) -> None:

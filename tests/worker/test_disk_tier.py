@@ -46,7 +46,6 @@ async def test_what_was_used_twice_comes_back_from_disk_when_host_memory_has_no_
         assert counters["disk_tokens_restored"] == 64 and counters["disk_blocks_read"] == 4
         assert counters["disk_errors"] == counters["host_blocks_broken"] == 0
         assert len(disk.blocks) == 4  # those used once were never written
-        await cluster.check_quiet()
 
 
 async def test_what_was_used_twice_is_known_to_the_next_life_of_the_worker() -> None:
@@ -61,7 +60,6 @@ async def test_what_was_used_twice_is_known_to_the_next_life_of_the_worker() -> 
         assert len(cluster.prefill._residency.log) == 4  # routers are told
         assert await again(cluster, 1) == 16
         assert await again(cluster, 2) == 80  # used once
-        await cluster.check_quiet()
 
 
 @pytest.mark.parametrize("what", ["secret", "model", "grain"])
@@ -100,7 +98,6 @@ async def test_what_was_written_too_long_ago_is_computed_and_its_files_are_remov
         read = counters["disk_blocks_read"]
         assert await again(cluster, 1) == 80
         assert counters["disk_blocks_read"] == read
-        await cluster.check_quiet()
 
 
 @pytest.mark.parametrize(("seed",), first_quick([(seed,) for seed in range(3)]))
@@ -159,7 +156,6 @@ async def test_a_block_that_cannot_be_read_is_computed_and_forgotten(word: str) 
         assert await again(cluster, 1) == 16  # of its pages, and written once more
         await until_quiet(cluster)
         assert len(disk.blocks) == 4
-        await cluster.check_quiet()
 
 
 async def test_a_block_that_passes_its_digest_and_is_not_what_it_was_is_computed_and_forgotten():
@@ -178,7 +174,6 @@ async def test_a_block_that_passes_its_digest_and_is_not_what_it_was_is_computed
         assert counters["disk_blocks_dropped"] == 4
         await until_quiet(cluster)
         assert not disk.blocks
-        await cluster.check_quiet()
 
 
 @pytest.mark.parametrize("kind", [FindSaved, SaveBlock, RemoveSaved])
@@ -192,7 +187,6 @@ async def test_a_disk_that_fails_costs_no_token(kind: type, word: str) -> None:
         assert disk.refused > 0
         assert cluster.prefill.counters["disk_errors"] == disk.refused
         assert (len(disk.blocks) > 0) == (kind is RemoveSaved)
-        await cluster.check_quiet()
 
 
 class Stuck:
@@ -266,7 +260,6 @@ async def test_a_reset_empties_the_disk_and_says_so_where_it_cannot() -> None:
         assert await cluster.path.reset_cache() > 0
         assert not disk.blocks and not len(cluster.prefill._disk.blocks)
         assert await again(cluster, 1) == 80
-        await cluster.check_quiet()
     async with worker_on(disk) as cluster:
         assert cluster.prefill.counters["disk_blocks_found"] == 0
 
@@ -282,4 +275,3 @@ async def test_a_reset_while_blocks_are_written_leaves_none_of_them() -> None:
         await running
         await until_quiet(cluster)
         assert not disk.blocks and not len(cluster.prefill._disk.blocks)
-        await cluster.check_quiet()

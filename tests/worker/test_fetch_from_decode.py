@@ -123,7 +123,7 @@ async def test_a_decode_mesh_that_breaks_midway_is_not_waited_for() -> None:
         return extracts > 4  # two pieces a block
 
     faults = faults_of("decode0", Faults(breaks_at=at_the_third_block))
-    async with fleet(faults=faults, decodes=2) as both:
+    async with fleet(faults=faults, decodes=2, ends_quiet=False) as both:
         request = long_answer(1, other(1).prompt_token_ids)
         following, _ = await turn(both, request, both.new_path("prefill0", "decode0"))
         both.prefill_worker("prefill0")._residency.clear()

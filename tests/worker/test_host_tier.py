@@ -10,7 +10,7 @@ import pytest
 from jdisagg.scheduler.host_blocks import TierRoom
 from tests.fakes.cluster import Cluster
 from tests.fakes.fake_executor import Costs
-from tests.worker.conversations import NAMES, Talk, limits, storm
+from tests.worker.conversations import NAMES, SEEDS, Talk, limits, storm
 from tests.worker.tiers import BLOCK_BYTES, BLOCK_TOKENS, FAST, computed, host, other
 
 
@@ -23,10 +23,9 @@ async def test_what_pages_had_no_room_for_comes_back_from_host_memory() -> None:
         assert await computed(cluster, replace(other(1), request_id="again")) == 80 - 64
         assert counters["host_tokens_restored"] > 0
         assert counters["host_blocks_broken"] == 0
-        await cluster.check_quiet()
 
 
-@pytest.mark.parametrize("seed", range(3))
+@SEEDS
 @pytest.mark.parametrize(
     ("page_size", "ranks", "rows", "blocks"), [(4, 1, 1, 40), (8, 2, 3, 12), (32, 1, 2, 30)]
 )
@@ -68,7 +67,6 @@ async def test_a_byte_that_flips_in_host_memory_is_a_miss_and_costs_no_token() -
         assert await computed(cluster, again) == 80
         counters = cluster.prefill.counters
         assert counters["host_blocks_broken"] > 0 and counters["host_tokens_restored"] == 0
-        await cluster.check_quiet()
 
 
 async def test_a_reset_empties_host_memory_too_and_copies_under_way_do_not_come_back() -> None:
@@ -103,7 +101,6 @@ async def test_what_is_dearer_to_bring_back_than_to_compute_is_computed() -> Non
                 request = replace(other(number), request_id=f"{turn} {number}")
                 await cluster.collect(request)
         assert counters["host_tokens_restored"] == restored
-        await cluster.check_quiet()
 
 
 async def test_evicted_blocks_that_no_prompt_asks_for_are_no_longer_copied_until_one_does() -> None:
@@ -121,4 +118,3 @@ async def test_evicted_blocks_that_no_prompt_asks_for_are_no_longer_copied_until
         restored = counters["host_tokens_restored"]
         await cluster.collect(replace(other(88), request_id="once more"))
         assert counters["host_tokens_restored"] > restored
-        await cluster.check_quiet()

@@ -3,7 +3,7 @@ complete."""
 
 import asyncio
 import dataclasses
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 
 import msgspec
 import pytest
@@ -77,7 +77,17 @@ def blocks(tokens: int) -> tuple[FakeChannel, list[Offer]]:
 class Receiving:
     """A hand-off to rank 0 of `mesh` whose sender is `peer`."""
 
-    def __init__(self, mesh: FakeExecutor, peer: ScriptedPeer, verify: bool = False) -> None:
+    def __init__(
+        self,
+        channel: FakeChannel,
+        messages: list[PeerMessage],
+        pull_error: Callable[[int], str] = lambda nth: "",
+        costs: Costs | None = None,
+        verify: bool = False,
+        kind: type[ScriptedPeer] = ScriptedPeer,
+    ) -> None:
+        self.mesh = mesh = FakeExecutor(toy_limits(), channel, Faults(pull_error), costs)
+        self.peer = peer = kind(messages)
         now, limits = asyncio.get_running_loop().time, LimitsConfig(pull_seconds=10.0)
         mesh.peers.add("p#1")
         self.counters = Counters()
@@ -109,8 +119,7 @@ async def test_a_block_of_several_layer_groups_counts_for_each_and_must_not_over
     channel.offered[7] = (range(2), list(entries), 0.0)
     both = Offer(7, 0, 0, 4, 4, 0, 2)
     rest = [offer for offer in offers if offer.start]
-    mesh = FakeExecutor(toy_limits(), channel)
-    received = await Receiving(mesh, ScriptedPeer([both, *rest, HandoffEnd(5, 10, ())])).receive()
+    received = await Receiving(channel, [both, *rest, HandoffEnd(5, 10, ())]).receive()
     assert len(received.blocks) == 5
     for wrong, count in (
         ([both, *offers], 7),
@@ -118,24 +127,15 @@ async def test_a_block_of_several_layer_groups_counts_for_each_and_must_not_over
         (rest, 4),
     ):
         channel, _ = blocks(10)
-        channel.offered[7] = (
-            range(wrong[0].group, wrong[0].group + wrong[0].groups),
-            list(entries),
-            0.0,
-        )
-        with pytest.raises(
-            HandoffError, match="do not cover 10 positions of 2 layer groups once each"
-        ):
-            await Receiving(
-                FakeExecutor(toy_limits(), channel),
-                ScriptedPeer([*wrong, HandoffEnd(count, 10, ())]),
-            ).receive()
+        first = wrong[0].group
+        channel.offered[7] = (range(first, first + wrong[0].groups), list(entries), 0.0)
+        with pytest.raises(HandoffError, match="do not cover 10 positions of 2 layer groups"):
+            await Receiving(channel, [*wrong, HandoffEnd(count, 10, ())]).receive()
 
 
 async def test_what_windows_see_must_come_whole_and_may_come_in_any_order() -> None:
     """Of eleven positions those from the eighth on, of one group."""
-    receiving = Receiving(FakeExecutor(toy_limits(), FakeChannel()), ScriptedPeer([]))
-    handoff = receiving.handoff
+    handoff = Receiving(FakeChannel(), []).handoff
     windows = WindowDestination(lambda _: (), 1, lambda end: end - 3)
     handoff._to = dataclasses.replace(handoff._to, windows=windows)
     all_of_it = [Offer(1, 0, 0, 11, 12, 0, 2)]
@@ -158,17 +158,16 @@ async def test_what_windows_see_must_come_whole_and_may_come_in_any_order() -> N
 
 async def test_blocks_are_inserted_then_acknowledged_and_counted() -> None:
     channel, offers = blocks(10)
-    mesh = FakeExecutor(toy_limits(), channel)
-    peer = ScriptedPeer([*offers, HandoffEnd(6, 10, (FirstToken(0, 3),))])
-    received = await Receiving(mesh, peer).receive()
+    receiving = Receiving(channel, [*offers, HandoffEnd(6, 10, (FirstToken(0, 3),))])
+    received = await receiving.receive()
     await asyncio.sleep(0.001)
     assert received.firsts == (FirstToken(0, 3),) and received.bytes_moved == 2 * 10 * 8
-    assert sorted(peer.acknowledged) == sorted(offer.offer_id for offer in offers)
+    assert sorted(receiving.peer.acknowledged) == sorted(offer.offer_id for offer in offers)
 
 
 class DeafPeer(ScriptedPeer):
-    """Loses the first words about blocks, and ends when it has heard of every block, as one who
-    moves a sequence does."""
+    """Loses the first words about blocks, more than there are blocks, and ends when it has heard
+    of every block, as one who moves a sequence does."""
 
     lost = 0
 
@@ -180,7 +179,7 @@ class DeafPeer(ScriptedPeer):
         yield self.messages[-1]
 
     async def acknowledge(self, handoff_id: int, offer_ids: tuple[int, ...]) -> None:
-        if offer_ids and self.lost < 2:
+        if offer_ids and self.lost < 8:
             self.lost += 1
             raise UnavailableError("the call was lost")
         await super().acknowledge(handoff_id, offer_ids)
@@ -188,24 +187,25 @@ class DeafPeer(ScriptedPeer):
 
 async def test_acknowledgements_that_were_lost_are_said_again_while_the_sender_waits_for_them():
     channel, offers = blocks(10)
-    peer = DeafPeer([*offers, HandoffEnd(6, 10, (FirstToken(0, 3),))])
+    told = [*offers, HandoffEnd(6, 10, (FirstToken(0, 3),))]
+    receiving = Receiving(channel, told, kind=DeafPeer)
     async with asyncio.timeout(30):
-        received = await Receiving(FakeExecutor(toy_limits(), channel), peer).receive()
-    assert peer.lost == 2 and received.firsts == (FirstToken(0, 3),)
+        received = await receiving.receive()
+    assert isinstance(receiving.peer, DeafPeer) and receiving.peer.lost == 8
+    assert received.firsts == (FirstToken(0, 3),)
 
 
 async def test_a_closed_receiver_inserts_nothing_and_drops_what_arrives() -> None:
     channel, offers = blocks(10)
-    mesh = FakeExecutor(toy_limits(), channel)
-    closing = Receiving(mesh, ScriptedPeer([*offers, HandoffEnd(6, 10, ())]))
+    closing = Receiving(channel, [*offers, HandoffEnd(6, 10, ())])
     task = asyncio.create_task(closing.receive())
     await asyncio.sleep(0.001)
     closing.handoff.close()
     with pytest.raises(HandoffError):
         await task
     await asyncio.sleep(1.0)
-    assert not any(isinstance(command, InsertBlock) for command in mesh.log)
-    assert any(isinstance(command, DropBlocks) for command in mesh.log) and not mesh.pulled
+    assert not closing.mesh.ran(InsertBlock)
+    assert closing.mesh.ran(DropBlocks) and not closing.mesh.pulled
 
 
 @pytest.mark.parametrize("missing", ["a block", "a position", "the end", "a layer group"])
@@ -218,7 +218,7 @@ async def test_an_incomplete_hand_off_is_refused(missing: str) -> None:
         "a layer group": [*offers[:3], HandoffEnd(3, 10, ())],
     }[missing]
     with pytest.raises(HandoffError):
-        await Receiving(FakeExecutor(toy_limits(), channel), ScriptedPeer(messages)).receive()
+        await Receiving(channel, messages).receive()
 
 
 @pytest.mark.parametrize("order", ["with its block", "before any block", "after all blocks"])
@@ -226,7 +226,7 @@ async def test_a_hand_off_is_whole_only_when_every_block_sums_to_what_the_sender
     order: str,
 ) -> None:
     channel, offers = blocks(10)
-    mesh, checksums = FakeExecutor(toy_limits(), channel), sums(channel, offers)
+    checksums = sums(channel, offers)
     paired: list[PeerMessage] = [
         message for pair in zip(offers, checksums, strict=True) for message in pair
     ]
@@ -235,7 +235,7 @@ async def test_a_hand_off_is_whole_only_when_every_block_sums_to_what_the_sender
         "before any block": [*checksums, *offers],
         "after all blocks": [*offers, *checksums],
     }[order]
-    receiving = Receiving(mesh, ScriptedPeer([*messages, HandoffEnd(6, 10, ())]), verify=True)
+    receiving = Receiving(channel, [*messages, HandoffEnd(6, 10, ())], verify=True)
     assert len((await receiving.receive()).blocks) == 6
     assert receiving.counters["checksums_mismatched"] == 0
 
@@ -243,18 +243,13 @@ async def test_a_hand_off_is_whole_only_when_every_block_sums_to_what_the_sender
 @pytest.mark.parametrize("garbled", [{1}, {1, 2, 3}, {2, 5}])
 async def test_a_block_that_came_out_wrong_is_pulled_again(garbled: set[int]) -> None:
     channel, offers = blocks(10)
-    mesh = FakeExecutor(
-        toy_limits(), channel, Faults(pull_error=lambda nth: "garble" if nth in garbled else "")
-    )
+    messages = [*offers, *sums(channel, offers), HandoffEnd(6, 10, ())]
     receiving = Receiving(
-        mesh, ScriptedPeer([*offers, *sums(channel, offers), HandoffEnd(6, 10, ())]), verify=True
+        channel, messages, lambda nth: "garble" if nth in garbled else "", verify=True
     )
     assert len((await receiving.receive()).blocks) == 6
-    assert (
-        receiving.counters["checksums_mismatched"]
-        == receiving.counters["blocks_pulled_again"]
-        == len(garbled)
-    )
+    assert receiving.counters["checksums_mismatched"] == len(garbled)
+    assert receiving.counters["blocks_pulled_again"] == len(garbled)
 
 
 @pytest.mark.parametrize(
@@ -265,42 +260,35 @@ async def test_a_block_that_never_comes_out_right_fails_after_three_tries(
     fault: str, counter: str
 ) -> None:
     channel, offers = blocks(4)
-    mesh = FakeExecutor(
-        toy_limits(), channel, Faults(pull_error=lambda nth: "" if nth == 2 else fault)
-    )
-    receiving = Receiving(
-        mesh, ScriptedPeer([*offers, *sums(channel, offers), HandoffEnd(2, 4, ())]), verify=True
-    )
+    messages = [*offers, *sums(channel, offers), HandoffEnd(2, 4, ())]
+    receiving = Receiving(channel, messages, lambda nth: "" if nth == 2 else fault, verify=True)
     with pytest.raises(HandoffError, match="in 3 tries"):
         await receiving.receive()
     assert receiving.counters[counter] == 3
     await asyncio.sleep(1)
-    assert not mesh.pulled
+    assert not receiving.mesh.pulled
 
 
 async def test_a_checksum_that_never_comes_fails_the_hand_off() -> None:
     channel, offers = blocks(4)
     messages: list[PeerMessage] = [*offers, *sums(channel, offers)[:1], HandoffEnd(2, 4, ())]
-    receiving = Receiving(FakeExecutor(toy_limits(), channel), ScriptedPeer(messages), verify=True)
+    receiving = Receiving(channel, messages, verify=True)
     with pytest.raises(HandoffError, match="no checksum"):
         await receiving.receive()
-    assert receiving.handoff.kept_tokens() == 0, (
-        "a block counts as come only once it is verified, in every layer group"
-    )
+    # a block counts as come only once it is verified, in every layer group
+    assert receiving.handoff.kept_tokens() == 0
 
 
 async def test_a_long_pull_keeps_the_senders_lease_alive_and_a_silent_sender_is_given_up() -> None:
     channel, offers = blocks(4)
-    peer = ScriptedPeer([*offers, HandoffEnd(2, 4, ())])
-    slow = Receiving(FakeExecutor(toy_limits(), channel, costs=Costs(pull=9.0)), peer)
+    told = [*offers, HandoffEnd(2, 4, ())]
+    slow = Receiving(channel, told, costs=Costs(pull=9.0))
     received = await slow.receive()
-    assert peer.heartbeats == 4 and received.exposed_seconds == pytest.approx(9.0, abs=0.01)
-    silent = ScriptedPeer([*offers, HandoffEnd(2, 4, ())])
-    silent.silent = True
+    assert slow.peer.heartbeats == 4 and received.exposed_seconds == pytest.approx(9.0, abs=0.01)
+    silent = Receiving(channel, told, costs=Costs(pull=9.5))
+    silent.peer.silent = True
     with pytest.raises(HandoffError, match="does not answer"):
-        await Receiving(
-            FakeExecutor(toy_limits(), channel, costs=Costs(pull=9.5)), silent
-        ).receive()
+        await silent.receive()
     assert asyncio.get_running_loop().time() < 9.1 + 9.0
 
 
@@ -308,9 +296,12 @@ async def test_a_pull_that_a_busy_mesh_does_not_get_to_is_no_failure_of_its_send
     channel, offers = blocks(4)
     now = asyncio.get_running_loop().time
     busy_until = now() + 100.0
-    faults = Faults(pull_error=lambda _: "stall" if now() < busy_until else "")
-    mesh = FakeExecutor(toy_limits(), channel, faults, Costs(other=100.0))
-    receiving = Receiving(mesh, ScriptedPeer([*offers, HandoffEnd(2, 4, ())]))
+    receiving = Receiving(
+        channel,
+        [*offers, HandoffEnd(2, 4, ())],
+        lambda _: "stall" if now() < busy_until else "",
+        Costs(other=100.0),
+    )
     receiving.loop.fire(CopyPages(1, ()))
     received = await receiving.receive()
     assert len(received.blocks) == 2 and receiving.counters["pulls_timed_out"] == 2
@@ -329,7 +320,6 @@ async def test_a_heartbeat_that_is_due_while_a_hand_off_fails_troubles_nobody() 
     troubles: list[dict[str, object]] = []
     asyncio.get_running_loop().set_exception_handler(lambda _, context: troubles.append(context))
     channel, offers = blocks(4)
-    mesh = FakeExecutor(toy_limits(), channel, Faults(pull_error=lambda nth: "lost"))
     with pytest.raises(HandoffError, match="in 3 tries"):
-        await Receiving(mesh, SlowToClose([*offers])).receive()
+        await Receiving(channel, [*offers], lambda nth: "lost", kind=SlowToClose).receive()
     assert asyncio.get_running_loop().time() > 2 and not troubles

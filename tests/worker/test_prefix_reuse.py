@@ -15,7 +15,7 @@ from jdisagg.errors import BrokenModelError, JdisaggError
 from tests.fakes.cluster import Cluster, until
 from tests.fakes.fake_executor import Faults
 from tests.worker.calls import prefill_call
-from tests.worker.conversations import NAMES, Talk, asked, cached_of, limits, prompt, storm
+from tests.worker.conversations import NAMES, SEEDS, Talk, asked, cached_of, limits, prompt, storm
 
 
 def hits(cluster: Cluster) -> tuple[int, int]:
@@ -26,7 +26,7 @@ def hits(cluster: Cluster) -> tuple[int, int]:
     )
 
 
-@pytest.mark.parametrize("seed", range(3))
+@SEEDS
 @pytest.mark.parametrize(
     ("prefill_size", "decode_size", "ranks", "rows"),
     [(4, 4, 1, 1), (4, 8, 2, 3), (32, 4, 1, 2), (8, 24, 2, 1)],
@@ -46,7 +46,7 @@ async def test_what_is_found_again_changes_no_token(
 
 
 @pytest.mark.parametrize("mode", [Mode.CHUNKED, Mode.UNIFIED])
-@pytest.mark.parametrize("seed", range(3))
+@SEEDS
 async def test_one_mesh_finds_its_own_again(mode: Mode, seed: int) -> None:
     async with Cluster(mode, decode=limits(2, 160, rows=2), names=NAMES, seed=seed) as cluster:
         await storm(cluster, Talk(seed), requests=40, at_once=4, cancels=0.1)
@@ -112,7 +112,6 @@ async def test_a_prompt_that_is_known_whole_is_sent_nothing_and_computes_one_tok
         assert collected.usage is not None and collected.timings is not None
         assert collected.cached_tokens == 32  # of 48; the last block is computed
         assert collected.timings.kv_bytes_moved == 0
-        await cluster.check_quiet()
 
 
 async def test_only_what_the_decode_side_lacks_is_sent() -> None:
@@ -129,7 +128,6 @@ async def test_what_the_prefill_side_knows_and_the_decode_side_does_not_is_sent_
         cluster.decode._state.residency.clear()
         assert await cached_of(cluster, asked(2, prompt(60, tail=9))) == 48
         assert cluster.decode.counters["prefix_hit_tokens"] == 0
-        await cluster.check_quiet()
 
 
 async def test_an_answer_is_known_to_the_next_turn() -> None:
@@ -154,7 +152,7 @@ async def test_a_tenant_never_finds_what_another_left(mode: Mode) -> None:
 
 async def test_a_prefill_worker_that_dies_of_a_broken_mesh_leaves_what_the_decode_side_knows():
     """The hand-off fails for want of a source; nothing is written into what others hold too."""
-    async with Cluster(decode=limits(), prefill=limits(), names=NAMES) as cluster:
+    async with Cluster(decode=limits(), prefill=limits(), names=NAMES, ends_quiet=False) as cluster:
         await cluster.collect(asked(1, prompt(60)))
         cluster.prefill._loop.break_down(RuntimeError("the mesh is gone"))
         with pytest.raises(JdisaggError):
@@ -176,7 +174,6 @@ async def test_a_sequence_whose_logits_are_not_finite_leaves_nothing_and_empties
             await running
         assert len(state.residency._trees[0]) == 0
         assert cluster.decode.counters.labelled()["prefix_blocks_evicted", (("cause", "broken"),)]
-        await cluster.check_quiet()
 
 
 @pytest.mark.parametrize("mode", [Mode.DISAGGREGATED, Mode.CHUNKED])
@@ -191,7 +188,6 @@ async def test_a_reset_empties_all_and_what_runs_leaves_nothing_either(mode: Mod
         cluster.check(long, await running)
         assert await cached_of(cluster, asked(3, prompt(60))) == 0
         assert await cached_of(cluster, asked(4, prompt(60))) == 48
-        await cluster.check_quiet()
 
 
 async def test_a_prefill_worker_says_of_its_queue_what_is_to_be_computed_and_not_what_it_keeps():
@@ -208,4 +204,3 @@ async def test_a_prefill_worker_says_of_its_queue_what_is_to_be_computed_and_not
         assert (await cluster.prefill.status()).queued_tokens == 0
         for handoff in (2, 3):
             await cluster.prefill.abort(handoff, "enough")
-        await cluster.check_quiet()

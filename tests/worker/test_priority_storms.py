@@ -12,7 +12,7 @@ from jdisagg.request import Request
 from jdisagg.scheduler.host_blocks import TierRoom
 from tests.fakes.cluster import toy_request
 from tests.fakes.fake_states import with_state
-from tests.worker.conversations import NAMES, limits
+from tests.worker.conversations import NAMES, SEEDS, limits
 from tests.worker.spilling import ROOMY, Stream, check_empty, scarce
 
 
@@ -47,7 +47,7 @@ async def test_low_streams_are_set_aside_for_high_ones_and_lose_no_token(
         await check_empty(cluster)
 
 
-@pytest.mark.parametrize("seed", range(3))
+@SEEDS
 @pytest.mark.parametrize("mode", [Mode.DISAGGREGATED, Mode.CHUNKED])
 async def test_storms_of_several_priorities_leave_every_stream_as_it_is(
     mode: Mode, seed: int

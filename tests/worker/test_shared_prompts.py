@@ -18,13 +18,13 @@ from jdisagg.scheduler.host_blocks import TierRoom
 from tests.fakes.cluster import Cluster, Collected, Fleet, until
 from tests.fakes.fake_executor import Costs, Faults
 from tests.worker.calls import prefill_call
-from tests.worker.conversations import NAMES, Talk, asked, limits, prompt, storm
+from tests.worker.conversations import NAMES, SEEDS, Talk, asked, limits, prompt, storm
 from tests.worker.tiers import BLOCK_BYTES, FAST
 
 
 def computed(cluster: Cluster) -> int:
     """Tokens of the rows of all chunks."""
-    chunks = [one for one in cluster.prefill_mesh.log if isinstance(one, PrefillChunk)]
+    chunks = cluster.prefill_mesh.ran(PrefillChunk)
     return sum(len(row.tokens) for one in chunks for row in one.rows)
 
 
@@ -48,7 +48,6 @@ async def test_what_prompts_that_come_at_once_have_in_common_is_computed_once() 
         assert computed(cluster) == 100 + 4 + 4 + 34 + 12
         assert cluster.prefill.counters["prefix_waits"] == 4
         assert cluster.prefill.counters["prefix_waits_taken_over"] == 0
-        await cluster.check_quiet()
 
 
 async def test_a_prompt_shares_a_chunk_with_the_rest_of_the_one_that_it_waited_for() -> None:
@@ -58,9 +57,8 @@ async def test_a_prompt_shares_a_chunk_with_the_rest_of_the_one_that_it_waited_f
         rest = tuple(rng.randrange(89) for _ in range(150))
         requests = [asked(1, prompt(50) + rest), asked(2, prompt(50))]
         assert await all_of(cluster, requests) == [0, 48]
-        chunks = [one for one in cluster.prefill_mesh.log if isinstance(one, PrefillChunk)]
+        chunks = cluster.prefill_mesh.ran(PrefillChunk)
         assert {row.sequence for row in chunks[-1].rows} == {1, 2}
-        await cluster.check_quiet()
 
 
 @pytest.mark.parametrize("after_chunks", [0, 1, 2])
@@ -80,9 +78,7 @@ async def test_where_the_first_is_cancelled_the_next_takes_over_from_where_it_wa
             for number in range(3)
         ]
         await asyncio.sleep(0)
-        while sum(isinstance(one, PrefillChunk) for one in cluster.prefill_mesh.log) < (
-            after_chunks
-        ):
+        while len(cluster.prefill_mesh.ran(PrefillChunk)) < (after_chunks):
             await asyncio.sleep(1e-4)
         await cluster.prefill.abort(10, "the client has gone")
         replies = await asyncio.gather(*calls, return_exceptions=True)
@@ -95,7 +91,6 @@ async def test_where_the_first_is_cancelled_the_next_takes_over_from_where_it_wa
         assert counters["prefix_waits"] == 2 + 1, "the third waits for the second then"
         for number in (1, 2):
             await cluster.prefill.abort(10 + number, "enough")
-        await cluster.check_quiet()
 
 
 async def test_a_first_whose_destination_does_not_fetch_is_not_waited_for() -> None:
@@ -119,7 +114,6 @@ async def test_a_first_whose_destination_does_not_fetch_is_not_waited_for() -> N
         for number in range(4):
             await cluster.prefill.abort(10 + number, "enough")
         await asyncio.gather(*silent, return_exceptions=True)
-        await cluster.check_quiet()
 
 
 async def test_prompts_behind_one_that_is_restored_wait_for_its_restore() -> None:
@@ -132,10 +126,9 @@ async def test_prompts_behind_one_that_is_restored_wait_for_its_restore() -> Non
         again = [asked(number, prompt(100)) for number in (3, 4, 5)]
         assert await all_of(cluster, again) == [96, 96, 96]
         assert cluster.prefill.counters["host_tokens_restored"] - before <= 96
-        await cluster.check_quiet()
 
 
-@pytest.mark.parametrize("seed", range(3))
+@SEEDS
 @pytest.mark.parametrize(("ranks", "pages"), [(1, 160), (2, 80)])
 async def test_whoever_is_cancelled_streams_are_the_oracles(
     seed: int, ranks: int, pages: int
@@ -156,7 +149,7 @@ async def test_whoever_is_cancelled_streams_are_the_oracles(
 
 async def test_where_the_mesh_fails_all_that_wait_fail() -> None:
     broken = Faults(breaks_at=lambda one: isinstance(one, PrefillChunk))
-    async with one_rank(prefill_faults=broken) as cluster:
+    async with one_rank(prefill_faults=broken, ends_quiet=False) as cluster:
         requests = [
             replace(asked(number, prompt(100)), deadline_seconds=5.0) for number in range(3)
         ]
@@ -182,15 +175,13 @@ async def test_on_one_mesh_what_is_common_is_computed_once_and_taken_over_too(
         requests = [asked(number, prompt(100, tail=number)) for number in range(4)]
         running = [asyncio.ensure_future(cluster.collect(one)) for one in requests]
         if cancelled:
-            await until(
-                lambda: any(isinstance(one, PrefillChunk) for one in cluster.decode_mesh.log), 1e-4
-            )
+            await until(lambda: cluster.decode_mesh.ran(PrefillChunk), 1e-4)
             running[0].cancel()
         done = await asyncio.gather(*running, return_exceptions=True)
         for request, one in zip(requests[cancelled:], done[cancelled:], strict=True):
             assert isinstance(one, Collected)
             cluster.check(request, one)
-        chunks = [one for one in cluster.decode_mesh.log if isinstance(one, PrefillChunk)]
+        chunks = cluster.decode_mesh.ran(PrefillChunk)
         computed = sum(len(row.tokens) for one in chunks for row in one.rows)
         # the first, and of each other one what is behind six blocks
         assert computed <= 100 + (5 + 6 + 7)
@@ -198,11 +189,10 @@ async def test_on_one_mesh_what_is_common_is_computed_once_and_taken_over_too(
         assert counters["prefix_waits"] >= 3
         assert (counters["prefix_waits_taken_over"] == 1) == cancelled
         assert not len(cluster.decode._prefills.waits._shared)
-        await cluster.check_quiet()
 
 
 @pytest.mark.parametrize("mode", MIXED)
-@pytest.mark.parametrize("seed", range(2))
+@SEEDS
 async def test_on_one_mesh_whoever_is_cancelled_streams_are_the_oracles(
     mode: Mode, seed: int
 ) -> None:
@@ -233,7 +223,6 @@ async def test_a_decode_worker_offers_what_it_received_before_the_sequence_ends(
         assert cluster.decode.counters["prefix_hit_tokens"] == 96
         assert cluster.decode.counters["kv_bytes_received"] == received
         cluster.check(long, await running)
-        await cluster.check_quiet()
 
 
 @pytest.mark.parametrize("indexed", [True, False])
@@ -253,12 +242,10 @@ async def test_the_router_sends_prompts_that_come_at_once_to_one_worker(indexed:
         tokens = {
             name: sum(
                 len(row.tokens)
-                for one in fleet.processes[name].mesh.log
-                if isinstance(one, PrefillChunk)
+                for one in fleet.processes[name].mesh.ran(PrefillChunk)
                 for row in one.rows
             )
             for name in ("prefill0", "prefill1")
         }
         assert sorted(tokens.values()) == ([0, 104] if indexed else [100, 100])
         assert not len(path.placer.coming) or indexed
-        await fleet.check_quiet()

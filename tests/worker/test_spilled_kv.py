@@ -16,8 +16,7 @@ from jdisagg.scheduler.residency import BlockNames
 from jdisagg.timeouts import HandoffTimeouts, Timeouts
 from tests.fakes.cluster import until
 from tests.fakes.fake_executor import Costs
-from tests.lanes import first_quick
-from tests.worker.conversations import NAMES, Talk, limits, storm
+from tests.worker.conversations import NAMES, SEEDS, Talk, limits, storm
 from tests.worker.spilling import ROOMY, TOKEN_BYTES, all_of, check_empty, flip_all, long, scarce
 
 
@@ -37,11 +36,11 @@ async def test_without_host_memory_the_same_is_prefilled_again() -> None:
     async with scarce(TierRoom()) as cluster:
         await all_of(cluster, long(1), long(2))
         assert cluster.path.counters["preemptions"] > 0
-        assert not [one for one in cluster.decode_mesh.log if isinstance(one, ExtractBlock)]
+        assert not cluster.decode_mesh.ran(ExtractBlock)
         assert cluster.decode.counters["spills_declined"] == 0
 
 
-@pytest.mark.parametrize(("seed",), first_quick([(seed,) for seed in range(4)]))
+@SEEDS
 @pytest.mark.parametrize(
     ("mode", "page_size", "ranks", "names"),
     [
@@ -130,7 +129,7 @@ async def test_a_status_says_who_waits_and_what_lies_in_host_memory() -> None:
         await running
 
 
-@pytest.mark.parametrize("seed", range(3))
+@SEEDS
 async def test_random_room_and_random_flips_cost_no_token(seed: int) -> None:
     rng = random.Random(seed)
     async with scarce(

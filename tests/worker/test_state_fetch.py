@@ -8,7 +8,7 @@ import pytest
 from jdisagg.scheduler.host_blocks import TierRoom
 from tests.fakes.cluster import Fleet
 from tests.fakes.fake_executor import Faults
-from tests.worker.conversations import Talk
+from tests.worker.conversations import SEEDS, Talk
 from tests.worker.peering import at, counted, failed, faults_of, fleet
 from tests.worker.states import stateful
 
@@ -91,7 +91,7 @@ async def test_a_bit_of_a_snapshot_that_flips_on_its_way_is_a_miss() -> None:
         await all_settled(both)
 
 
-@pytest.mark.parametrize("seed", range(2))
+@SEEDS
 async def test_conversations_over_two_workers_that_fetch_have_the_oracles_tokens(seed: int) -> None:
     tiers = TierRoom(1 << 20, always=True)
     async with stateful_fleet(seed=seed, tiers=tiers) as both:

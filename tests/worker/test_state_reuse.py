@@ -12,7 +12,7 @@ from jdisagg.scheduler.host_blocks import TierRoom
 from jdisagg.worker.disk_tier import SNAPSHOT_MARK
 from tests.fakes.cluster import Cluster, until
 from tests.fakes.fake_disk import FakeDisk
-from tests.worker.conversations import NAMES, Talk, asked, cached_of, prompt, storm
+from tests.worker.conversations import NAMES, SEEDS, Talk, asked, cached_of, prompt, storm
 from tests.worker.states import check_snapshots, residencies, stateful
 
 
@@ -24,7 +24,7 @@ def cluster_of(mode: Mode, seed: int = 0, **more) -> Cluster:
 
 
 @pytest.mark.parametrize("mode", list(Mode))
-@pytest.mark.parametrize("seed", range(3))
+@SEEDS
 async def test_a_sequence_that_goes_on_from_a_snapshot_has_the_tokens_of_one_that_does_not(
     mode: Mode, seed: int
 ) -> None:
@@ -108,7 +108,7 @@ async def lost_from_pages(cluster: Cluster, number: int) -> None:
     await asyncio.sleep(1.0)
 
 
-@pytest.mark.parametrize("seed", range(3))
+@SEEDS
 async def test_snapshots_come_back_from_host_memory(seed: int) -> None:
     async with with_host_memory(72, 3 + seed, seed) as cluster:
         await storm(cluster, Talk(seed), requests=60, at_once=4, cancels=0.1)
@@ -156,7 +156,6 @@ async def test_a_spoiled_snapshot_in_host_memory_is_a_miss() -> None:
         check_snapshots(cluster)
         assert await cluster.path.reset_cache() > 0
         assert len(cluster.prefill._host.snapshots) == 0
-        await cluster.check_quiet()
 
 
 def with_disk(disk: FakeDisk, seed: int = 0) -> Cluster:

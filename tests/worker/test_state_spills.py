@@ -9,7 +9,7 @@ import pytest
 from jdisagg.config import Mode
 from tests.fakes.cluster import until
 from tests.fakes.fake_states import with_state
-from tests.worker.conversations import NAMES, Talk, limits, storm
+from tests.worker.conversations import NAMES, SEEDS, Talk, limits, storm
 from tests.worker.spilling import all_of, check_empty, flip_all, long, resting, roomy, scarce
 from tests.worker.states import check_snapshots, stateful
 
@@ -25,7 +25,7 @@ async def test_a_preempted_sequence_goes_on_from_its_state() -> None:
         await check_empty(cluster)
 
 
-@pytest.mark.parametrize("seed", range(2))
+@SEEDS
 @pytest.mark.parametrize("mode", list(Mode))
 async def test_streams_are_the_oracles_and_no_slot_is_left(mode: Mode, seed: int) -> None:
     mesh = stateful(2, 60, 4, rows=2)

@@ -11,7 +11,7 @@ from jdisagg.config import Mode
 from jdisagg.errors import DeadlineExceededError, InvalidRequestError
 from jdisagg.scheduler.host_blocks import TierRoom
 from tests.fakes.fake_executor import Costs
-from tests.worker.conversations import NAMES, Talk, limits
+from tests.worker.conversations import NAMES, SEEDS, Talk, limits
 from tests.worker.spilling import LATER, Stream, check_empty, flip_all, long, resting, roomy
 
 
@@ -122,7 +122,7 @@ async def test_who_is_not_running_cannot_be_suspended() -> None:
             await stream.suspend(LATER)
 
 
-@pytest.mark.parametrize("seed", range(4))
+@SEEDS
 @pytest.mark.parametrize(("mode", "reuse"), [(Mode.DISAGGREGATED, True), (Mode.CHUNKED, False)])
 async def test_random_rests_under_memory_pressure_cost_no_token(
     seed: int, mode: Mode, reuse: bool

@@ -3,7 +3,6 @@
 from collections.abc import Callable, Sequence
 
 from jdisagg.config import Mode
-from jdisagg.costs.hardware import accelerator
 from jdisagg.simulator.planning.bounds import Goal
 from jdisagg.simulator.planning.candidates import Candidate, Site
 from jdisagg.simulator.planning.planner import Plan
@@ -11,9 +10,10 @@ from jdisagg.simulator.planning.trials import Lost, Runner, Runners, TrialRun
 from jdisagg.simulator.planning.verdict import Finding
 from jdisagg.simulator.report import RequestOutcome, WorkerUsage
 from jdisagg.simulator.workloads import Arrival, Fixed, mean_rate, poisson
+from tests.costs.named import H100
 
 Capacity = Callable[[Candidate], float]
-SITE = Site(accelerator("h100"), 8)
+SITE = Site(H100, 8)
 GOAL = Goal(0.5, 0.05)
 WORKLOAD = poisson(5.0, 200, Fixed(900, 100), seed=1)
 

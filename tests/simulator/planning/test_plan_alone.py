@@ -6,8 +6,6 @@ import gc
 import pytest
 
 from jdisagg.config import Mode
-from jdisagg.costs.catalog import geometry
-from jdisagg.costs.hardware import accelerator
 from jdisagg.layout.axes import Layout
 from jdisagg.simulator.planning.bounds import Demand, Goal
 from jdisagg.simulator.planning.candidates import Candidate, NothingFits, Site, fitting_layouts
@@ -16,10 +14,11 @@ from jdisagg.simulator.planning.planner import Planner, never
 from jdisagg.simulator.report import RequestOutcome
 from jdisagg.simulator.run import simulate
 from jdisagg.simulator.workloads import Arrival, Fixed, poisson
+from tests.costs.named import H100, LLAMA_31_8B
 from tests.simulator.fleets import LENGTHS, small_fleet
 
-MODEL = geometry("llama-3.1-8b")
-SITE = Site(accelerator("h100"), 2)
+MODEL = LLAMA_31_8B
+SITE = Site(H100, 2)
 TTFT, STEP = 0.5, 0.05
 
 

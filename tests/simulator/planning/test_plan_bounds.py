@@ -5,9 +5,8 @@ import math
 import pytest
 
 from jdisagg.config import Mode
-from jdisagg.costs.catalog import geometry
 from jdisagg.costs.engines import Software
-from jdisagg.costs.hardware import Accelerator, Efficiency, Link, accelerator, link
+from jdisagg.costs.hardware import Accelerator, Efficiency, Link, link
 from jdisagg.costs.model_geometry import CostGeometry, GroupedAttention
 from jdisagg.errors import ConfigError
 from jdisagg.layout.axes import Layout
@@ -22,6 +21,17 @@ from jdisagg.simulator.planning.candidates import (
     two_pools,
 )
 from jdisagg.simulator.workloads import Arrival, Fixed, poisson
+from tests.costs.named import (
+    DEEPSEEK,
+    GB200,
+    H100,
+    H200,
+    L40S,
+    LLAMA_8B,
+    LLAMA_31_70B,
+    LLAMA_70B,
+    QWEN_235B,
+)
 
 PERFECT = Efficiency(
     1,
@@ -90,18 +100,15 @@ def test_a_model_that_does_not_fit_is_told_with_what_is_missing():
             r" h100 of 86 GB"
         ),
     ):
-        fitting_layouts(geometry("llama-3-70b"), Site(accelerator("h100"), 1), 1000)
-    assert [
-        item.layout.tp
-        for item in fitting_layouts(geometry("llama-3-70b"), Site(accelerator("h100"), 8), 1000)
-    ] == [2, 4, 8]
+        fitting_layouts(LLAMA_70B, Site(H100, 1), 1000)
+    assert [item.layout.tp for item in fitting_layouts(LLAMA_70B, Site(H100, 8), 1000)] == [2, 4, 8]
 
 
 def test_a_request_that_no_rank_holds_is_told_with_the_room_there_is():
     with pytest.raises(
         NothingFits, match=r"longest request has 900,000 tokens .* room for [\d,]+ at most"
     ):
-        fitting_layouts(geometry("llama-3.1-70b"), Site(accelerator("h100"), 4), 900_000)
+        fitting_layouts(LLAMA_31_70B, Site(H100, 4), 900_000)
 
 
 def test_a_model_whose_heads_no_layout_divides_is_told():
@@ -114,12 +121,7 @@ def test_a_model_whose_heads_no_layout_divides_is_told():
 
 
 def test_experts_lie_over_all_devices_or_are_cut():
-    layouts = {
-        item.layout
-        for item in fitting_layouts(
-            geometry("qwen3-235b-a22b"), Site(accelerator("gb200-nvl72"), 16), 20_000
-        )
-    }
+    layouts = {item.layout for item in fitting_layouts(QWEN_235B, Site(GB200, 16), 20_000)}
     assert {Layout(dp=16, tp=1, ep=16), Layout(dp=4, tp=4, ep=16), Layout(tp=8)} <= layouts
     assert Layout(tp=8, ep=8) not in layouts  # it costs what tp=8 costs
     assert all(layout.ep in (1, layout.devices) for layout in layouts)
@@ -127,31 +129,26 @@ def test_experts_lie_over_all_devices_or_are_cut():
 
 def test_dp_ranks_that_share_experts_may_lie_in_several_domains_and_tp_in_one():
     """DeepSeek-V3 in bfloat16 needs ten H200, which stand eight to a domain."""
-    site = Site(accelerator("h200"), 32)
-    layouts = [item.layout for item in fitting_layouts(geometry("deepseek-v3"), site, 9000)]
+    site = Site(H200, 32)
+    layouts = [item.layout for item in fitting_layouts(DEEPSEEK, site, 9000)]
     assert layouts and all(item.devices > 8 >= item.tp for item in layouts)
     assert Layout(dp=16, tp=1, ep=16) in layouts and Layout(dp=4, tp=8, ep=32) in layouts
     with pytest.raises(NothingFits, match="leave no room"):
-        fitting_layouts(geometry("deepseek-v3"), Site(accelerator("h200"), 8), 9000)
-    dense = fitting_layouts(geometry("llama-3-70b"), Site(accelerator("h200"), 32), 9000)
+        fitting_layouts(DEEPSEEK, Site(H200, 8), 9000)
+    dense = fitting_layouts(LLAMA_70B, Site(H200, 32), 9000)
     assert max(item.layout.devices for item in dense) == 8
 
 
 def test_two_pools_use_what_is_left_and_one_pool_all_of_it():
-    site = Site(accelerator("h100"), 10)
-    fitting = fitting_layouts(geometry("llama-3-70b"), site, 1000)
+    site = Site(H100, 10)
+    fitting = fitting_layouts(LLAMA_70B, site, 1000)
     pools = list(two_pools(fitting, site))
     assert all(item.devices <= 10 and item.prefill for item in pools)
     assert {(item.prefill_instances, item.decode_instances) for item in pools if item.prefill == item.decode == Layout(tp=2)} == {  # noqa: E501
         (1, 4), (2, 3), (3, 2), (4, 1)
     }  # fmt: skip
     assert {item.decode_instances for item in one_pool(fitting, site, (Mode.UNIFIED,))} == {5, 2, 1}
-    assert not list(
-        two_pools(
-            fitting_layouts(geometry("llama-3-8b"), Site(accelerator("h100"), 1), 1000),
-            Site(accelerator("h100"), 1),
-        )
-    )
+    assert not list(two_pools(fitting_layouts(LLAMA_8B, Site(H100, 1), 1000), Site(H100, 1)))
 
 
 @pytest.mark.parametrize(("engine", "gathers"), [("trtllm", True), ("vllm", False)])
@@ -159,8 +156,8 @@ def test_prompts_are_gathered_where_the_engine_can_and_there_are_several_ranks(
     engine: str, gathers: bool
 ):
     software = Software.of(engine, "fp8", None)
-    site = Site(accelerator("h200"), 8, software=software)
-    fitting = fitting_layouts(software.shape(geometry("deepseek-v3")), site, 9216)
+    site = Site(H200, 8, software=software)
+    fitting = fitting_layouts(software.shape(DEEPSEEK), site, 9216)
     gathered = [one for one in one_pool(fitting, site, (Mode.CHUNKED,)) if one.gather_steps]
     assert {one.decode.dp for one in gathered} == ({2, 4, 8} if gathers else set())
     for one in gathered:
@@ -168,7 +165,7 @@ def test_prompts_are_gathered_where_the_engine_can_and_there_are_several_ranks(
 
 
 def test_a_hand_off_stays_in_a_domain_where_a_whole_unit_fits_into_one():
-    site = Site(accelerator("h100"), 16)
+    site = Site(H100, 16)
     near = Candidate(Mode.DISAGGREGATED, Layout(tp=4), 2, prefill=Layout(tp=4), prefill_instances=2)
     far = Candidate(Mode.DISAGGREGATED, Layout(tp=4), 1, prefill=Layout(tp=2), prefill_instances=6)
     assert near.unit_devices() == 8 and far.unit_devices() == 16
@@ -262,8 +259,8 @@ def test_a_slow_link_binds_two_pools_and_its_bound_is_its_speed_over_the_bytes_o
     )
     rates = []
     for name in ("infiniband-ndr", "ethernet-100g", "ethernet-10g"):
-        site = Site(accelerator("h100"), 8, domain_devices=4, scale_out=link(name))
-        found = estimator(site, asked, Goal(5.0, 0.1), geometry("llama-3.1-70b")).bounds(candidate)
+        site = Site(H100, 8, domain_devices=4, scale_out=link(name))
+        found = estimator(site, asked, Goal(5.0, 0.1), LLAMA_31_70B).bounds(candidate)
         speed = link(name).bytes_per_second * link(name).efficiency * 4
         assert dict(found.limits)[f"link {name}"] == pytest.approx(speed / (4000 * 327_680))
         assert found.link_share == pytest.approx(4000 * 327_680 / speed)
@@ -273,18 +270,18 @@ def test_a_slow_link_binds_two_pools_and_its_bound_is_its_speed_over_the_bytes_o
 
 def test_short_answers_over_a_slow_link_are_bound_by_the_hand_off():
     asked = demand(4000, 3)
-    site = Site(accelerator("h100"), 8, domain_devices=4, scale_out=link("ethernet-10g"))
+    site = Site(H100, 8, domain_devices=4, scale_out=link("ethernet-10g"))
     candidate = Candidate(
         Mode.DISAGGREGATED, Layout(tp=4), 1, prefill=Layout(tp=4), prefill_instances=1
     )
-    found = estimator(site, asked, Goal(5.0, 0.05), geometry("llama-3.1-70b")).bounds(candidate)
+    found = estimator(site, asked, Goal(5.0, 0.05), LLAMA_31_70B).bounds(candidate)
     assert found.binding == ("hand-off over ethernet-10g", 0.0)
 
 
 def test_twice_the_instances_carry_twice_as_much():
     asked = Demand.of(poisson(1.0, 300, Fixed(900, 100), seed=3))
-    site = Site(accelerator("h100"), 16)
-    made = estimator(site, asked, Goal(1.0, 0.05), geometry("llama-3-70b"))
+    site = Site(H100, 16)
+    made = estimator(site, asked, Goal(1.0, 0.05), LLAMA_70B)
 
     def found(prefill: int, decode: int) -> Bounds:
         return made.bounds(
@@ -323,9 +320,9 @@ def test_a_goal_that_means_nothing_is_refused(bad: dict[str, float]):
 def test_all_dp_ranks_of_a_prefill_instance_wait_for_the_longest_prompt_on_any(
     lengths: tuple[int, int], longest_of_four: tuple[float, float]
 ):
-    site = Site(accelerator("gb200-nvl72"), 8)
+    site = Site(GB200, 8)
     mixed = Demand.of([Arrival(0, length, 2) for length in lengths] * 64)
-    estimate = estimator(site, mixed, Goal(1e6, 1e6), geometry("qwen3-235b-a22b"))
+    estimate = estimator(site, mixed, Goal(1e6, 1e6), QWEN_235B)
     spread, together = Layout(dp=4, ep=4), Layout(tp=4)
     short, long = (estimate.prefill_seconds(spread, 2048)[at] for at in (0, -1))
     limits = dict(
@@ -342,24 +339,24 @@ def test_deepseek_on_64_h200_is_decoded_with_wide_expert_parallelism_where_the_e
     """Public deployments of SGLang and vLLM use 32 to 72 GPUs for a decode instance. With the
     gather exchange of jdisagg, experts stay within a host."""
     software = Software.of(engine, "fp8", None)
-    site = Site(accelerator("h200"), 64, software=software)
+    site = Site(H200, 64, software=software)
     demand = Demand.of([Arrival(0.0, 2000, 1500)])
-    fitting = fitting_layouts(software.shape(geometry("deepseek-v3")), site, demand.longest_tokens)
+    fitting = fitting_layouts(software.shape(DEEPSEEK), site, demand.longest_tokens)
     estimator = Estimator(site, demand, Goal(5.0, 0.1), fitting)
     best = max(two_pools(fitting, site), key=lambda item: estimator.bounds(item).rate)
     assert least <= best.decode.ep <= most
 
 
 def test_stages_are_searched_where_cards_have_pcie_alone_and_for_two_pools_alone() -> None:
-    shape, site = geometry("llama-3-70b"), Site(accelerator("l40s"), 8)
+    shape, site = LLAMA_70B, Site(L40S, 8)
     found = fitting_layouts(shape, site, 2200)
     assert {item.layout.pp for item in found} == {1, 2, 4, 8}
-    small = fitting_layouts(geometry("llama-3-8b"), Site(accelerator("l40s"), 2), 2200)
+    small = fitting_layouts(LLAMA_8B, Site(L40S, 2), 2200)
     assert [item.layout for item in small] == [Layout(), Layout(tp=2), Layout(pp=2)]
     # An instance stays within a host.
-    two_hosts = fitting_layouts(shape, Site(accelerator("l40s"), 16), 2200)
+    two_hosts = fitting_layouts(shape, Site(L40S, 16), 2200)
     assert all(item.layout.devices <= 8 for item in [*found, *two_hosts])
-    fast = fitting_layouts(shape, Site(accelerator("h100"), 8), 2200)
+    fast = fitting_layouts(shape, Site(H100, 8), 2200)
     assert {item.layout.pp for item in fast} == {1}
     assert all(one.decode.pp == 1 for one in one_pool(found, site, (Mode.CHUNKED, Mode.UNIFIED)))
     pairs = {(one.prefill.pp, one.decode.pp) for one in two_pools(found, site) if one.prefill}
@@ -367,7 +364,7 @@ def test_stages_are_searched_where_cards_have_pcie_alone_and_for_two_pools_alone
 
 
 def test_each_stage_has_a_prompt_or_a_batch_of_its_own() -> None:
-    shape, site = geometry("llama-3-70b"), Site(accelerator("l40s"), 8)
+    shape, site = LLAMA_70B, Site(L40S, 8)
     demand = Demand.of(poisson(1.0, 50, Fixed(2000, 200), seed=1))
     estimator = Estimator(site, demand, Goal(60.0, 5.0), fitting_layouts(shape, site, 2200))
     staged = Layout(pp=4)

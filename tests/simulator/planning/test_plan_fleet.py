@@ -6,10 +6,9 @@ from dataclasses import replace
 import pytest
 
 from jdisagg.config import Mode
-from jdisagg.costs.catalog import geometry
 from jdisagg.costs.cost_model import CostModel
 from jdisagg.costs.engines import Software
-from jdisagg.costs.hardware import accelerator, link
+from jdisagg.costs.hardware import link
 from jdisagg.layout.axes import Layout
 from jdisagg.simulator.planning.bounds import Bounds, Demand, Estimator, Goal
 from jdisagg.simulator.planning.candidates import (
@@ -24,9 +23,10 @@ from jdisagg.simulator.planning.fleet import FleetMaker
 from jdisagg.simulator.planning.planner import Plan, Planner, Search
 from jdisagg.simulator.planning.verdict import Finding
 from jdisagg.simulator.workloads import Arrival, Fixed, poisson
+from tests.costs.named import H100, LLAMA_8B
 from tests.simulator.planning.plans import best_of
 
-MODEL = geometry("llama-3-8b")
+MODEL = LLAMA_8B
 
 
 def plan(
@@ -45,25 +45,19 @@ def test_over_a_slow_link_one_pool_wins_and_over_a_fast_one_the_same_hand_off_is
     """2000 tokens are 262 MB: 0.26 s over 10 Gb Ethernet, spread over 10 steps 26 ms each, which
     the TPOT limit of 20 ms does not allow."""
     workload, goal = poisson(1.0, 100, Fixed(2000, 11), seed=2), Goal(0.5, 0.02)
-    slow = plan(
-        Site(accelerator("h100"), 2, domain_devices=1, scale_out=link("ethernet-10g")),
-        workload,
-        goal,
-    )
+    slow = plan(Site(H100, 2, domain_devices=1, scale_out=link("ethernet-10g")), workload, goal)
     assert slow.findings[0].candidate.mode is Mode.UNIFIED and slow.verdict.startswith("One pool")
     two = best_of(slow, Mode.DISAGGREGATED)
     assert two is not None
     assert two.rate == 0
     assert "ethernet-10g" in two.binding
     assert "the link is slow" in slow.verdict
-    fast = plan(Site(accelerator("h100"), 2), workload, goal, (Mode.DISAGGREGATED,))
+    fast = plan(Site(H100, 2), workload, goal, (Mode.DISAGGREGATED,))
     assert fast.findings[0].rate > 0 and fast.findings[0].link_share < 0.05
 
 
 def test_an_answer_of_one_token_never_decodes_so_that_two_pools_waste_one():
-    found = plan(
-        Site(accelerator("h100"), 2), poisson(1.0, 100, Fixed(1500, 1), seed=2), Goal(0.4, 0.05)
-    )
+    found = plan(Site(H100, 2), poisson(1.0, 100, Fixed(1500, 1), seed=2), Goal(0.4, 0.05))
     two = best_of(found, Mode.DISAGGREGATED)
     assert found.findings[0].candidate.mode is Mode.UNIFIED and two is not None
     assert found.findings[0].rate / two.rate == pytest.approx(2, rel=0.4)
@@ -72,7 +66,7 @@ def test_an_answer_of_one_token_never_decodes_so_that_two_pools_waste_one():
 def test_more_than_the_prefill_can_compute_is_not_carried_however_generous_the_limit_on_the_first_token():  # noqa: E501
     """400 requests at once and a half of what can be computed last as long as the limit: none of
     them is late yet."""
-    site = Site(accelerator("h100"), 1)
+    site = Site(H100, 1)
     goal = Goal(10.0, 0.05)
     workload = poisson(1.0, 100, Fixed(800, 1))
     demand, fitting = Demand.of(workload), fitting_layouts(MODEL, site, 801)
@@ -89,7 +83,7 @@ def test_more_than_the_prefill_can_compute_is_not_carried_however_generous_the_l
 
 
 def test_kv_in_fp8_is_planned_for_twice_the_pages_and_configured_so() -> None:
-    site = Site(accelerator("h100"), 4)
+    site = Site(H100, 4)
     candidate = Candidate(Mode.DISAGGREGATED, Layout(tp=2), 1, 4096, Layout(), 2)
     plain, kept = (FleetMaker(replace(MODEL, kv_dtype=dtype), site) for dtype in ("", "uint8"))
     one, other = (maker.engine(candidate, "DIR", 8192) for maker in (plain, kept))
@@ -101,7 +95,7 @@ def test_kv_in_fp8_is_planned_for_twice_the_pages_and_configured_so() -> None:
 
 
 def test_weights_in_fp8_leave_room_for_pages_and_are_configured_so() -> None:
-    site = Site(accelerator("h100"), 2)
+    site = Site(H100, 2)
     candidate = Candidate(Mode.UNIFIED, Layout(tp=2), 1)
     fewer = replace(MODEL, matrix_bits=8)
     plain = FleetMaker(MODEL, site).engine(candidate, "DIR", 8192)
@@ -116,7 +110,7 @@ def test_weights_in_fp8_leave_room_for_pages_and_are_configured_so() -> None:
 
 
 def test_what_is_predicted_is_what_is_configured():
-    site = Site(accelerator("h100"), 4)
+    site = Site(H100, 4)
     maker = FleetMaker(MODEL, site, codec="int8", hardware="h100", slots=64)
     candidate = Candidate(Mode.DISAGGREGATED, Layout(tp=2), 1, 4096, Layout(), 2)
     fleet, engine = maker.fleet(candidate), maker.engine(candidate, "DIR", 8192)
@@ -142,7 +136,7 @@ def test_what_is_predicted_is_what_is_configured():
 def test_a_recipe_has_as_few_slots_as_carry_what_was_predicted():
     """A mean of sequences hides their peaks: with slots for the mean alone the goal may be
     missed."""
-    site = Site(accelerator("h100"), 1)
+    site = Site(H100, 1)
     goal = Goal(1.0, 0.02)
     workload = poisson(1.0, 60, Fixed(200, 60), seed=2)
     maker = FleetMaker(MODEL, site)
@@ -180,7 +174,7 @@ def test_a_recipe_has_as_few_slots_as_carry_what_was_predicted():
 def test_a_request_for_which_only_parts_of_pages_are_left_does_not_fit():
     """Room for 10,001 tokens is 156 pages of 64: 9,984 tokens. (The workers take one more: of the
     last token no KV is kept.)"""
-    roomy = accelerator("h100")
+    roomy = H100
     weights = CostModel(MODEL, roomy).weight_bytes_per_device
     small = replace(
         roomy, memory_bytes=(weights + 10_001 * MODEL.kv_bytes_per_token()) / (1 - ACTIVATIONS)
@@ -200,7 +194,7 @@ def test_a_request_for_which_only_parts_of_pages_are_left_does_not_fit():
 
 
 def test_pairs_of_a_unit_share_a_domain_where_it_holds_them():
-    fleet = FleetMaker(MODEL, Site(accelerator("h100"), 16)).fleet(
+    fleet = FleetMaker(MODEL, Site(H100, 16)).fleet(
         Candidate(Mode.DISAGGREGATED, Layout(tp=4), 2, prefill=Layout(tp=4), prefill_instances=2)
     )
     hosts = [[place.split("/")[1] for place in places] for places in fleet.places()]

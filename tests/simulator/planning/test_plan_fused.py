@@ -6,8 +6,6 @@ import numpy as np
 import pytest
 
 from jdisagg.config import Mode
-from jdisagg.costs.catalog import geometry
-from jdisagg.costs.hardware import accelerator
 from jdisagg.layout.axes import Layout
 from jdisagg.simulator.planning.bounds import Demand, Estimator, Goal
 from jdisagg.simulator.planning.candidates import (
@@ -22,9 +20,10 @@ from jdisagg.simulator.planning.fleet import FleetMaker
 from jdisagg.simulator.planning.fused import FusedChunks, FusedPace, StepTable
 from jdisagg.simulator.planning.trials import Trier
 from jdisagg.simulator.workloads import Fixed, poisson
+from tests.costs.named import GB200, H100, L40S, LLAMA_31_8B, QWEN_235B
 
-MODEL = geometry("llama-3.1-8b")
-SITE = Site(accelerator("l40s"), 1)
+MODEL = LLAMA_31_8B
+SITE = Site(L40S, 1)
 WORKLOAD = poisson(1.0, 400, Fixed(1000, 200), seed=0)
 DEMAND = Demand.of(WORKLOAD)
 GOAL = Goal(1.0, 0.05)
@@ -88,7 +87,7 @@ def test_what_comes_faster_than_chunks_can_be_run_has_no_pace():
 
 
 def test_layouts_that_cost_the_same_are_one_and_wide_experts_are_candidates_of_one_pool():
-    large, site = geometry("qwen3-235b-a22b"), Site(accelerator("gb200-nvl72"), 16)
+    large, site = QWEN_235B, Site(GB200, 16)
     fitting = fitting_layouts(large, site, 7000)
     layouts = [item.layout for item in fitting]
     assert Layout(tp=4) in layouts and Layout(tp=4, ep=4) not in layouts
@@ -109,8 +108,8 @@ def costs_of(item: Fitting) -> tuple[int, float, float, int]:
 
 
 def test_a_rate_is_a_number_for_every_chunk_and_layout():
-    fitting = fitting_layouts(MODEL, Site(accelerator("h100"), 4), 1200)
-    made = Estimator(Site(accelerator("h100"), 4), DEMAND, GOAL, fitting, fused=True)
+    fitting = fitting_layouts(MODEL, Site(H100, 4), 1200)
+    made = Estimator(Site(H100, 4), DEMAND, GOAL, fitting, fused=True)
     for candidate in one_pool(fitting, made.site, (Mode.CHUNKED,)):
         limits = dict(made.bounds(candidate).limits)
         assert all(math.isfinite(rate) and rate > 0 for rate in limits.values())

@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 
 from jdisagg.config import Mode
-from jdisagg.costs.catalog import geometry
-from jdisagg.costs.hardware import accelerator, link
+from jdisagg.costs.hardware import link
 from jdisagg.errors import ConfigError
 from jdisagg.layout.axes import Layout
 from jdisagg.simulator.planning import planner
@@ -31,6 +30,7 @@ from jdisagg.simulator.planning.trials import (
 from jdisagg.simulator.planning.verdict import Trial
 from jdisagg.simulator.report import RequestOutcome, attainment
 from jdisagg.simulator.workloads import Arrival, Fixed, mean_rate, poisson
+from tests.costs.named import H100, L40S, LLAMA_70B
 from tests.simulator.planning.plans import GOAL, SITE, WORKLOAD, Capacity, Servers, best_of, both
 
 
@@ -78,7 +78,7 @@ def tried(
 
 def plan(capacity: Capacity, late: str = "ttft", site: Site = SITE, **options: object) -> Plan:
     servers, search = Servers(capacity, late), Search(**options)  # type: ignore[arg-type]
-    return Planner(geometry("llama-3-70b"), site, GOAL, both(servers), search).plan(WORKLOAD)
+    return Planner(LLAMA_70B, site, GOAL, both(servers), search).plan(WORKLOAD)
 
 
 @pytest.mark.parametrize("guess", [0.3, 1.0, 7.0, 40.0])
@@ -97,10 +97,10 @@ def test_two_pools_are_simulated_with_and_without_stages_and_the_verdict_has_bot
     def capacity(item: Candidate) -> float:
         return 12.0 if item.staged else 4.0 if item.prefill else 1.0
 
-    site = Site(accelerator("l40s"), 8)
+    site = Site(L40S, 8)
     goal, modes = Goal(8.0, 5.0), (Mode.DISAGGREGATED, Mode.CHUNKED)
     runners, search = both(Servers(capacity)), Search(finalists=1, modes=modes)
-    found = Planner(geometry("llama-3-70b"), site, goal, runners, search).plan(WORKLOAD)
+    found = Planner(LLAMA_70B, site, goal, runners, search).plan(WORKLOAD)
     rates = {(item.candidate.mode, item.candidate.staged): item for item in found.findings}
     assert all(item.simulated for item in rates.values()) and len(rates) == 3
     staged, plain = (rates[Mode.DISAGGREGATED, stages] for stages in (True, False))
@@ -128,7 +128,7 @@ def test_only_candidates_close_to_the_best_by_stepping_are_simulated():
 
     live = Servers(simulated)
     runners = Runners(live, Servers(stepped))
-    found = Planner(geometry("llama-3-70b"), SITE, GOAL, runners).plan(WORKLOAD)
+    found = Planner(LLAMA_70B, SITE, GOAL, runners).plan(WORKLOAD)
     best = found.findings[0]
     assert best.simulated and order[key(best.candidate)] == 2
     assert best.rate == pytest.approx(7.96 * 1.2 / 0.9, rel=0.05)
@@ -154,7 +154,7 @@ def test_the_next_by_stepping_is_simulated_if_the_best_carries_less_than_it():
         return 6.0 if stepped(item) == 8.0 else stepped(item)
 
     runners = Runners(Servers(simulated), Servers(stepped))
-    best = Planner(geometry("llama-3-70b"), SITE, GOAL, runners).plan(WORKLOAD).findings[0]
+    best = Planner(LLAMA_70B, SITE, GOAL, runners).plan(WORKLOAD).findings[0]
     assert best.simulated and best.rate == pytest.approx(7.5 / 0.9, rel=0.05)
 
 
@@ -162,13 +162,13 @@ def test_nothing_is_simulated_if_a_run_needs_too_many_requests(monkeypatch: pyte
     monkeypatch.setattr(planner, "SIMULATED_REQUESTS", 2000)
     live, search = Servers(lambda item: 700.0), Search(modes=(Mode.CHUNKED,))
     runners = Runners(live, Servers(lambda item: 700.0))
-    found = Planner(geometry("llama-3-70b"), SITE, GOAL, runners, search).plan(WORKLOAD)
+    found = Planner(LLAMA_70B, SITE, GOAL, runners, search).plan(WORKLOAD)
     assert not live.asked and not any(item.simulated for item in found.findings)
     assert found.findings[0].rate == pytest.approx(700 / 0.9, rel=0.05)
     (needed,) = re.findall(r"most_requests=(\d+) permits it", found.verdict)
     assert int(needed) > 3 * 1.09 * 700  # requests that arrive in three times a request's time
     search = Search(modes=(Mode.CHUNKED,), most_requests=int(needed))
-    found = Planner(geometry("llama-3-70b"), SITE, GOAL, runners, search).plan(WORKLOAD)
+    found = Planner(LLAMA_70B, SITE, GOAL, runners, search).plan(WORKLOAD)
     assert live.asked and found.findings[0].simulated
 
 
@@ -238,7 +238,7 @@ def test_what_binds_is_what_the_runs_beyond_the_rate_missed(late: str, binding: 
 
 
 def test_too_few_accelerators_for_two_pools_are_said():
-    found = plan(lambda item: 5.0, site=Site(accelerator("h100"), 2))
+    found = plan(lambda item: 5.0, site=Site(H100, 2))
     assert found.left_out == ("disaggregated: two pools need 4 accelerators at least, there are 2",)
     assert "Nothing to compare with (disaggregated" in found.verdict
     assert best_of(found, Mode.DISAGGREGATED) is None
@@ -256,7 +256,7 @@ def test_a_goal_that_nothing_attains_is_told_with_the_nearest():
     with pytest.raises(NothingFits, match=r"100% do not finish\); most of these because: no pages"):
         plan(lambda item: 0.0, "refused")
     with pytest.raises(NothingFits, match="the weights of llama-3-70b"):
-        plan(lambda item: 1.0, site=Site(accelerator("l40s"), 2))
+        plan(lambda item: 1.0, site=Site(L40S, 2))
 
 
 class Noted(Told):
@@ -275,7 +275,7 @@ def test_progress_ends_with_all_candidates_done():
     said = Noted()
     servers = both(Servers(lambda item: 6.0))
     search = Search(modes=(Mode.UNIFIED,), finalists=1)
-    Planner(geometry("llama-3-70b"), SITE, GOAL, servers, search, said).plan(WORKLOAD)
+    Planner(LLAMA_70B, SITE, GOAL, servers, search, said).plan(WORKLOAD)
     assert said.steps[-1][0] == "done"
     assert said.steps[-1][1] == said.steps[-1][2]
     assert any(text.startswith("unified") for text, _, _ in said.steps)
@@ -290,7 +290,7 @@ def test_first_answers_by_arithmetic_and_by_stepping_come_before_anything_is_sim
 
     runners = Runners(Servers(simulated), Servers(lambda item: 6.0))
     search = Search(finalists=1)
-    found = Planner(geometry("llama-3-70b"), SITE, GOAL, runners, search, said).plan(WORKLOAD)
+    found = Planner(LLAMA_70B, SITE, GOAL, runners, search, said).plan(WORKLOAD)
     for answer in said.answers[:2]:
         lines = answer.splitlines()
         assert len(lines) == 4 and all("requests/s per accelerator" in line for line in lines[1:])
@@ -349,13 +349,13 @@ def test_of_chunked_each_layout_is_simulated_with_its_best_chunk_size_alone():
     live = Servers(lambda item: 1.0)
     runners = Runners(live, Servers(lambda item: 1.0))
     search = Search(modes=(Mode.CHUNKED,), finalists=3)
-    Planner(geometry("llama-3-70b"), SITE, GOAL, runners, search).plan(WORKLOAD)
+    Planner(LLAMA_70B, SITE, GOAL, runners, search).plan(WORKLOAD)
     layouts = [item.decode for item in dict.fromkeys(live.asked)]
     assert len(layouts) == 3 and len(set(layouts)) == 3
 
 
 def test_a_slow_link_is_named_where_it_binds():
-    site = Site(accelerator("h100"), 8, domain_devices=2, scale_out=link("ethernet-10g"))
+    site = Site(H100, 8, domain_devices=2, scale_out=link("ethernet-10g"))
     found = plan(lambda item: 1.0 if item.mode is Mode.DISAGGREGATED else 8.0, "tpot", site)
     two = best_of(found, Mode.DISAGGREGATED)
     assert two is not None and two.candidate.prefill is not None
@@ -423,7 +423,7 @@ def test_a_trace_that_ends_too_soon_to_tell_is_told_and_what_it_shows_is_the_lea
         for index, item in enumerate(WORKLOAD)
     ]
     asked = Planner(
-        geometry("llama-3-70b"),
+        LLAMA_70B,
         SITE,
         GOAL,
         both(Servers(lambda item: 1e9)),
@@ -444,11 +444,7 @@ def test_a_trace_that_ends_too_soon_to_tell_is_told_and_what_it_shows_is_the_lea
         ),
     ):
         Planner(
-            geometry("llama-3-70b"),
-            SITE,
-            GOAL,
-            both(one_server(0.1)),
-            Search(modes=(Mode.UNIFIED,), finalists=1),
+            LLAMA_70B, SITE, GOAL, both(one_server(0.1)), Search(modes=(Mode.UNIFIED,), finalists=1)
         ).plan(named[:1])
 
 

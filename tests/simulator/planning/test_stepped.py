@@ -6,18 +6,18 @@ import numpy as np
 import pytest
 
 from jdisagg.config import Mode
-from jdisagg.costs.catalog import geometry
 from jdisagg.costs.cost_model import CostModel
 from jdisagg.costs.engines import Software
-from jdisagg.costs.hardware import accelerator, link
+from jdisagg.costs.hardware import link
 from jdisagg.layout.axes import Layout
 from jdisagg.simulator.planning.candidates import Candidate, Site, handoff_path
 from jdisagg.simulator.planning.fleet import FleetMaker
 from jdisagg.simulator.report import RequestOutcome
 from jdisagg.simulator.workloads import Arrival, Fixed, Mixture, poisson
+from tests.costs.named import DEEPSEEK, H100, H200, LLAMA_8B
 
-MODEL = geometry("llama-3-8b")
-SITE = Site(accelerator("h100"), 4)
+MODEL = LLAMA_8B
+SITE = Site(H100, 4)
 PAIR = Candidate(Mode.DISAGGREGATED, Layout(), 1, prefill=Layout(), prefill_instances=1)
 ONE = Candidate(Mode.UNIFIED, Layout(), 1)
 LENGTHS = Mixture(((0.7, Fixed(900, 60)), (0.3, Fixed(5000, 90))))
@@ -44,7 +44,7 @@ def test_a_request_alone_takes_its_prefill_its_transfer_and_its_steps():
 def test_prompts_of_one_server_wait_as_in_lindleys_recursion():
     """Prompts of 8192 tokens fill a chunk each, and answers of one token have no decode step."""
     arrivals = poisson(3.0, 300, Fixed(8192, 1), seed=3)
-    maker = FleetMaker(replace(MODEL, context_tokens=16_384), Site(accelerator("h100"), 1))
+    maker = FleetMaker(replace(MODEL, context_tokens=16_384), Site(H100, 1))
     found = maker.runners.stepped(ONE, arrivals, lambda outcome: False).outcomes
     each = CostModel(MODEL, SITE.described, Layout()).prefill([(8192, 0)]).seconds
     free, waited = 0.0, 0
@@ -85,8 +85,8 @@ def test_latencies_are_those_of_the_simulator(candidate: Candidate, fused: bool)
 def test_gathered_prompts_disturb_decode_steps_less_and_wait_no_longer_than_the_steps():
     """Prompts come one at a time. The chunk of one rank delays all eight."""
     software = Software.of("trtllm", "fp8", None)
-    site = Site(accelerator("h200"), 8, software=software)
-    maker = FleetMaker(software.shape(geometry("deepseek-v3")), site)
+    site = Site(H200, 8, software=software)
+    maker = FleetMaker(software.shape(DEEPSEEK), site)
     arrivals = poisson(0.9, 150, Fixed(8192, 300), seed=1)
     found = {}
     for steps in (0, 60):
@@ -102,11 +102,11 @@ def test_gathered_prompts_disturb_decode_steps_less_and_wait_no_longer_than_the_
 
 
 def test_a_slow_link_delays_the_second_token_and_not_the_first():
-    slow = Site(accelerator("h100"), 2, domain_devices=1, scale_out=link("ethernet-10g"))
+    slow = Site(H100, 2, domain_devices=1, scale_out=link("ethernet-10g"))
     arrivals = [Arrival(0.0, 2000, 11)]
     (near,), (far,) = (
         FleetMaker(MODEL, site).runners.stepped(PAIR, arrivals, lambda outcome: False).outcomes
-        for site in (Site(accelerator("h100"), 2), slow)
+        for site in (Site(H100, 2), slow)
     )
     assert near.ttft == far.ttft
     moved = 2000 * MODEL.kv_bytes_per_token() / (link("ethernet-10g").bytes_per_second)
@@ -114,7 +114,7 @@ def test_a_slow_link_delays_the_second_token_and_not_the_first():
 
 
 def test_requests_wait_while_kv_has_no_room_and_larger_ones_fail():
-    card = accelerator("h100")
+    card = H100
     weights = CostModel(MODEL, card).weight_bytes_per_device
     small = replace(card, memory_bytes=(weights + 2000 * MODEL.kv_bytes_per_token()) / 0.9)
     maker = FleetMaker(MODEL, Site(small, 1))
