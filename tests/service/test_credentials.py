@@ -215,31 +215,18 @@ def test_credentials_that_make_no_sense_are_refused_by_name(tmp_path) -> None:
         Credentials(tls=True, certificate=b"x")
     with pytest.raises(ConfigError, match="set tls"):
         Credentials(authority=b"x")
-    for name in ("certificate", "key"):
-        (tmp_path / name).write_text(
-            f"-----BEGIN {'EC PRIVATE KEY' if name == 'key' else 'CERTIFICATE'}-----\n"
-        )
     files = {name: str(tmp_path / name) for name in ("certificate", "key")}
+    (tmp_path / "certificate").write_text("-----BEGIN CERTIFICATE-----\n")
+    (tmp_path / "key").write_text("-----BEGIN EC PRIVATE KEY-----\n")
     Credentials.load(authority=files["certificate"], **files)
-    for swapped, message in (
-        (
-            {"authority": files["key"]},
-            (
-                "credentials: authority '.*/key' has no CERTIFICATE block in PEM form, but EC"
-                " PRIVATE KEY; give another"
-            ),
-        ),
-        (
-            {"certificate": files["key"], "key": files["certificate"]},
-            "credentials: certificate '.*/key' has no CERTIFICATE",
-        ),
-        (
-            {"certificate": files["certificate"], "key": "/dev/null"},
-            "key '/dev/null' has no PRIVATE KEY block in PEM form, but no block",
-        ),
+    swapped = {"certificate": files["key"], "key": files["certificate"]}
+    for wrong, message in (
+        ({"authority": files["key"]}, "authority '.*/key' has no CERTIFICATE .* EC PRIVATE KEY"),
+        (swapped, "credentials: certificate '.*/key' has no CERTIFICATE"),
+        (files | {"key": "/dev/null"}, "key '/dev/null' has no PRIVATE KEY block .*, but no block"),
     ):
         with pytest.raises(ConfigError, match=message):
-            Credentials.load(**swapped)
+            Credentials.load(**wrong)
     with pytest.raises(ConfigError, match="credentials: authority has no CERTIFICATE block"):
         Credentials(tls=True, authority=b"x")
     for judge in (cluster_credentials, check_address):
