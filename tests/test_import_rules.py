@@ -11,13 +11,12 @@ serve never reach `simulator`.
 import ast
 import subprocess
 import sys
-from collections.abc import Iterator
-from functools import cache
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parent.parent
+from tests.import_graph import CLIENTS, ROOT, import_graph, module_name, product, reached
+
 PURE = (
     *("assembly", "request", "images", "config", "errors", "json_pointer", "clock", "timeouts"),
     *("token_bucket", "spending", "telemetry", "trace_context", "layout", "grammar", "guide"),
@@ -28,61 +27,6 @@ WITHOUT_JAX = ("service", "client")
 JAX = {"jax", "jaxlib", "flax", "orbax", "tensorstore", "optax"}
 GRPC = {"grpc", "google", "grpc_health", "grpc_reflection"}
 SERVING = ("serve", "router", "worker", "cluster")
-CLIENTS = {"models", "launch", "configs"}
-
-
-def module_name(path: Path) -> str:
-    parts = path.relative_to(ROOT).with_suffix("").parts
-    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
-
-
-def imported_names(path: Path, module: str) -> Iterator[str]:
-    """Returns every name that an import statement anywhere in the file could load."""
-    package = module if path.name == "__init__.py" else module.rpartition(".")[0]
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            up = (
-                package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
-            )
-            base = ".".join([*up, *([node.module] if node.module else [])])
-            yield base
-            yield from (f"{base}.{alias.name}" for alias in node.names)
-
-
-def import_graph(*packages: str) -> dict[str, set[str]]:
-    files = [path for package in packages for path in (ROOT / package).rglob("*.py")]
-    return {module_name(path): set(imported_names(path, module_name(path))) for path in files}
-
-
-def reached(graph: dict[str, set[str]], start: str) -> tuple[set[str], dict[str, str]]:
-    """Returns our modules reached from `start`, its packages included, and foreign top-level names
-    with the module that imports them."""
-    ours: set[str] = set()
-    foreign: dict[str, str] = {}
-    todo = [start]
-    while todo:
-        module = todo.pop()
-        if module in ours:
-            continue
-        ours.add(module)
-        parents = module.split(".")[:-1]
-        targets = graph[module] | {".".join(parents[: end + 1]) for end in range(len(parents))}
-        for target in targets:
-            while target and target not in graph:
-                target, last = target.rpartition(".")[0], target
-                if not target:
-                    foreign.setdefault(last, module)
-            if target:
-                todo.append(target)
-    return ours, foreign
-
-
-@cache
-def product() -> dict[str, set[str]]:
-    """Returns the graph of what is shipped. Not at import, which every test worker would pay."""
-    return import_graph("jdisagg", *sorted(CLIENTS))
 
 
 def rooms(names: tuple[str, ...]) -> list[str]:

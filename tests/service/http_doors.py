@@ -64,7 +64,6 @@ class HttpDoor:
 
     @property
     def port(self) -> int:
-        assert self.server.http is not None
         return self.server.http.port
 
     @property

@@ -162,7 +162,7 @@ async def test_a_client_without_a_known_token_is_refused_at_every_method_but_hea
                     await call()
         async with grpc.aio.insecure_channel(target) as channel:
             health = health_pb2_grpc.HealthStub(channel)
-            reply = await health.Check(health_pb2.HealthCheckRequest())  # type: ignore[attr-defined]
+            reply = await health.Check(health_pb2.HealthCheckRequest())
         assert reply.status == health_pb2.HealthCheckResponse.SERVING
 
 

@@ -5,7 +5,7 @@ import ast
 
 import pytest
 
-from tests.test_import_rules import ROOT, product, reached
+from tests.import_graph import ROOT, product, reached
 
 # Packages that decide and act on a request, live and simulated.
 SHARED_ROOMS = (
