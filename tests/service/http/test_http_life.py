@@ -14,7 +14,15 @@ from jdisagg.service.http import generation as http_generation
 from jdisagg.service.http import guard as http_guard
 from jdisagg.service.server import GenerationServer, check_address
 from tests.service.doors import FakePath, eventually, make_frontend
-from tests.service.http_doors import COMPLETIONS, HttpDoor, events, http_door, parse, request
+from tests.service.http_doors import (
+    COMPLETIONS,
+    HttpDoor,
+    events,
+    http_door,
+    parse,
+    request,
+    with_tokens,
+)
 
 
 @pytest.mark.parametrize("stream", [True, False])
@@ -124,10 +132,8 @@ async def test_a_client_that_waits_long_is_kept_by_comments(
 
 
 async def test_a_request_needs_a_key_that_the_token_file_holds(tmp_path) -> None:
-    tokens = tmp_path / "tokens"
-    tokens.write_text("secret\nother\n")
     asked = {"prompt": "x", "max_tokens": 1}
-    async with http_door(service=ServiceConfig(token_file=str(tokens))) as door:
+    async with http_door(service=with_tokens(tmp_path, "secret", "other")) as door:
         for headers in ({}, {"authorization": "Bearer wrong"}, {"authorization": "Basic secret"}):
             for path, fields in ((COMPLETIONS, asked), ("/v1/models", None), ("/metrics", None)):
                 answer = await door.ask(path, fields, **headers)
