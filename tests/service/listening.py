@@ -11,10 +11,7 @@ from jdisagg.service.server import GrpcServer
 
 @contextlib.asynccontextmanager
 async def listening(
-    *services: object,
-    boot_id: int | None = None,
-    config: ServiceConfig | None = None,
-    port: int = 0,
+    *services: Any, config: ServiceConfig | None = None, port: int = 0
 ) -> AsyncIterator[str]:
     """Its address; it drains at once."""
     config = replace(config or ServiceConfig(), port=port, drain_seconds=0.0)
