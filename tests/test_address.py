@@ -8,7 +8,6 @@ import pytest
 from jdisagg.address import canonical, host_port, is_local, listening_socket, parse_host_port
 from jdisagg.config import ServiceConfig
 from jdisagg.errors import ConfigError
-from jdisagg.node.kv_endpoint import called_address, kv_interface
 from launch.settings import check_target
 
 ELSEWHERE = "192.0.2.7"  # of documentation: no interface has it
@@ -49,19 +48,3 @@ def test_a_server_of_every_ipv6_address_also_answers_ipv4_and_a_name_may_be_of_e
         with listening_socket(listens, 0, "") as server:
             socket.create_connection((calls, server.getsockname()[1]), timeout=5).close()
     assert is_local("::1") and is_local("localhost") and not is_local(ELSEWHERE)
-
-
-def test_a_worker_is_called_at_the_advertised_host_and_its_kv_takes_an_interface_it_has() -> None:
-    every = ServiceConfig(host="0.0.0.0", port=8701)
-    with pytest.raises(ConfigError, match=r"every interface.*add --advertise_host"):
-        called_address(every)
-    several = replace(every, advertise_host="127.0.0.1")
-    assert (called_address(several), kv_interface(several)) == ("127.0.0.1:8701", "127.0.0.1")
-    translated = replace(every, host="127.0.0.1", advertise_host=ELSEWHERE)
-    assert (called_address(translated), kv_interface(translated)) == (
-        f"{ELSEWHERE}:8701",
-        "127.0.0.1",
-    )
-    assert kv_interface(replace(translated, kv_host="::1")) == "::1"
-    with pytest.raises(ConfigError, match="means every interface"):
-        replace(every, kv_host="0.0.0.0")

@@ -24,10 +24,7 @@ TOOLS = (ChatTool("weather", "", WEATHER), ChatTool("f-2.x"))
 
 def required(**options: object) -> ChatPrompt:
     prompt = ChatPrompt(
-        (ChatMessage("user", "hi"),),
-        tools=TOOLS,
-        tool_choice=ToolChoice.REQUIRED,
-        **options,  # type: ignore[arg-type]
+        (ChatMessage("user", "hi"),), tools=TOOLS, tool_choice=ToolChoice.REQUIRED, **options
     )
     check_chat(prompt)
     return prompt

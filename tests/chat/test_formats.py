@@ -45,10 +45,8 @@ def test_markers_around_content_are_dropped_with_and_without_tools() -> None:
     thought = "<|START_THINKING|>so<|END_THINKING|>"
     for tools in ({}, {"f": {}}):
         parser = form.parser(tools, thinking=False)
-        assert parser is not None
         said = read(parser, thought + "<|START_RESPONSE|>Hi<|END_RESPONSE|>")
         assert said == Answer("Hi", "so")
     parser = form.parser({}, thinking=False)
-    assert parser is not None
     call = cohere([("f", {})])
     assert read(parser, call) == Answer(call)

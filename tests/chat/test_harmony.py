@@ -163,7 +163,6 @@ def test_what_is_held_back_is_bounded() -> None:
 def test_reasoning_may_begin_in_the_prompt() -> None:
     form = AnswerFormat.of(None, "none", "openai_gptoss")
     parser = form.parser({}, thinking=True)
-    assert parser is not None
     text = "so<|end|><|start|>assistant<|channel|>final<|message|>Hi"
     assert read(parser, text) == Answer("Hi", "so")
 

@@ -448,5 +448,11 @@ def test_the_properties_of_a_form_hold_for_many_examples(
         test_a_damaged_call_is_read_as_what_it_still_is,
         test_what_is_a_call_never_holds_a_mark,
     ):
-        inner = check.hypothesis.inner_test  # type: ignore[attr-defined]
-        settings(max_examples=200)(given(data=st.data(), calls=CALLS)(inner))(name, write)
+        inner = check.hypothesis.inner_test
+
+        @settings(max_examples=200)
+        @given(data=st.data(), calls=CALLS)
+        def many(data: st.DataObject, calls: list[Call]) -> None:
+            inner(name, write, data, calls)
+
+        many()

@@ -87,7 +87,7 @@ def test_flags_of_a_shown_module_are_in_its_source(command: Command) -> None:
     path = ROOT.joinpath(*command[1].split("."))
     files = [path.with_suffix(".py")] if path.with_suffix(".py").exists() else path.glob("*.py")
     source = "".join(Path(file).read_text() for file in files)
-    named = {re.match(r"--(\w+)", word)[1] for word in command[2:] if word.startswith("--")}  # type: ignore[index]
+    named = {re.match(r"--(\w+)", word)[1] for word in command[2:] if word.startswith("--")}
     shared = (ROOT / "launch" / "flags.py").read_text()
     assert not [
         name

@@ -22,7 +22,7 @@ COMPILER: GrammarCompiler = KNOWN
 
 
 def begin(grammar: Grammar, consumed: list[int] | None = None, **options: object) -> TokenMatcher:
-    sampling = SamplingParams(grammar=grammar, **options)  # type: ignore[arg-type]
+    sampling = SamplingParams(grammar=grammar, **options)
     return COMPILER.matcher(grammar, sampling, EOS, consumed or [])
 
 

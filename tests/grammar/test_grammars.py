@@ -303,7 +303,6 @@ async def test_while_grammars_wait_known_ones_are_served_and_too_many_are_refuse
 
     monkeypatch.setattr(compiler, "validate", slow)
     compilers = grammar_compiler(str(LLAMA))
-    assert compilers is not None
     known = Grammar(GrammarKind.JSON_OBJECT)
     await compilers.admit(known, seconds(60))
 
@@ -335,7 +334,6 @@ async def test_a_worker_turns_no_grammar_away_that_a_door_has_admitted(
     worker cannot do in time has missed its deadline, and nobody is told to try again."""
     gate = threading.Event()
     compilers = grammar_compiler(str(LLAMA))
-    assert compilers is not None
     find = compilers._find
     monkeypatch.setattr(compilers, "_find", lambda grammar: gate.wait() and find(grammar))
     grammars = [

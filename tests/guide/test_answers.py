@@ -36,7 +36,7 @@ QUESTION = GuideQuestion(prompt_tokens=4096, rate=2.0)
 
 @cache
 def asked(link: str, **others: object) -> GuideAnswer:
-    return answer(GuideQuestion(**{"prompt_tokens": 4096, "rate": 2.0, "link": link, **others}))  # type: ignore[arg-type]
+    return answer(GuideQuestion(**{"prompt_tokens": 4096, "rate": 2.0, "link": link, **others}))
 
 
 def arrivals(requests: list[GuideRequest]) -> list[tuple[float, int]]:
@@ -92,7 +92,7 @@ def test_a_request_that_pauses_in_the_picture_counts_against_its_mode() -> None:
     way = slow.ways[2]
     paused = [any(gap > slow.pause_seconds for gap, _ in request.gaps) for request in way.requests]
     assert [("pause" in request.missed) for request in way.requests] == paused
-    assert any(paused) and way.met < 0.9 and way.pause_p90 > slow.pause_seconds  # type: ignore[operator]
+    assert any(paused) and way.met < 0.9 and way.pause_p90 > slow.pause_seconds
     assert "pause for more than 100 ms" in way.verdict and slow.advice.mode != "disaggregated"
 
 

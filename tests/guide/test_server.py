@@ -86,7 +86,6 @@ def test_the_command_says_where_the_guide_is_and_loads_no_jax() -> None:
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
     command = [sys.executable, "-m", "launch.guide", "--http_port=0"]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
         said = process.stdout.readline()
         process.terminate()
     assert re.fullmatch(r"the guide is at http://127\.0\.0\.1:\d+/\n", said)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import pytest
 
 from jdisagg.client import Credentials
+from jdisagg.config import ServiceConfig
 
 OPENSSL = shutil.which("openssl")
 
@@ -24,6 +25,9 @@ class CertificateFiles:
     def credentials(self, own: bool = False, **fields: str) -> Credentials:
         pair = {"certificate": self.certificate, "key": self.key} if own else {}
         return Credentials.load(authority=self.authority, **pair, **fields)
+
+    def service(self, **more: str) -> ServiceConfig:
+        return ServiceConfig(tls_certificate=self.certificate, tls_key=self.key, **more)
 
 
 def certificates_in(folder: pathlib.Path, names: str = "IP:127.0.0.1") -> CertificateFiles:

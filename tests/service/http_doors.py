@@ -6,6 +6,7 @@ import json
 from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import openai
@@ -64,7 +65,6 @@ class HttpDoor:
 
     @property
     def port(self) -> int:
-        assert self.server.http is not None
         return self.server.http.port
 
     @property
@@ -109,6 +109,13 @@ class HttpDoor:
 
     async def connect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         return await asyncio.open_connection("127.0.0.1", self.port)
+
+
+def with_tokens(folder: Path, *lines: str) -> ServiceConfig:
+    """Of a server that asks for one of these tokens."""
+    file = folder / "tokens"
+    file.write_text("\n".join(lines))
+    return ServiceConfig(token_file=str(file))
 
 
 def parse(data: bytes) -> Answer:

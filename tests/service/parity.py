@@ -44,7 +44,6 @@ Answered = tuple[list[tuple[list[int], str, str | None, list[float]]], tuple[int
 
 
 def of_grpc(done: Completion) -> Answered:
-    assert done.usage is not None
     usage = done.usage.prompt_tokens, done.usage.completion_tokens, done.usage.cached_tokens
     choices = [
         (

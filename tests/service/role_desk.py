@@ -3,12 +3,11 @@
 import contextlib
 from collections.abc import AsyncIterator
 
-from jdisagg.config import ServiceConfig
 from jdisagg.layout.axes import Layout
 from jdisagg.messages.roles import AdviceReport, SwitchCall, SwitchReport, SwitchState
 from jdisagg.messages.worker_status import WorkerRole
 from jdisagg.service.internal.role_services import cluster_roles_service, worker_roles_service
-from jdisagg.service.server import GrpcServer
+from tests.service.listening import listening
 
 REPORT = SwitchReport(
     *("p1", 2**64 - 1, WorkerRole.DECODE, Layout(dp=2), SwitchState.DONE, 2**64 - 2, ""),
@@ -54,8 +53,5 @@ class Desk:
 @contextlib.asynccontextmanager
 async def served(desk: Desk, tokens: tuple[str, ...] = ()) -> AsyncIterator[str]:
     services = (worker_roles_service(desk, tokens), cluster_roles_service(desk, tokens))
-    server = GrpcServer(services, ServiceConfig(port=0, drain_seconds=0.0))
-    try:
-        yield f"127.0.0.1:{await server.start()}"
-    finally:
-        await server.drain()
+    async with listening(*services) as address:
+        yield address

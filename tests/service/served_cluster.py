@@ -84,7 +84,7 @@ async def served(observers: Mapping[str, Observer] | None = None) -> AsyncIterat
     late, observer = LatePeer(), (observers or {}).get
     cluster = Cluster(
         costs=COSTS,
-        wrap_peer=lambda _: late,  # type: ignore[arg-type, return-value]
+        wrap_peer=lambda _: late,
         wrap_mesh=lambda name, mesh: wrap.mesh(name, mesh, observer(name)),
     )
     async with cluster:

@@ -238,7 +238,7 @@ async def test_a_response_shows_reasoning_words_and_calls_of_gpt_oss() -> None:
     ]
     thoughts = [event for event in events if event.type.startswith("response.reasoning_text")]
     assert "".join(getattr(event, "delta", "") for event in thoughts) == "hmm"
-    assert {event.output_index for event in thoughts if hasattr(event, "output_index")} == {0}  # type: ignore
+    assert {event.output_index for event in thoughts if hasattr(event, "output_index")} == {0}
 
 
 async def test_what_was_thought_may_be_sent_back(
@@ -318,7 +318,6 @@ async def test_a_client_whose_stream_breaks_within_a_call_gets_all_of_it() -> No
                 await asyncio.wait({answer, held}, return_when=asyncio.FIRST_COMPLETED)
         done = await answer
     again = second.requests[-1]
-    assert again.resumption is not None
     assert again.resumption.children[0].finish_reason is FinishReason.TOOL_CALLS
     assert 0 < len(again.resumption.children[1].token_ids) < len(THOUGHT.encode())
     for choice in done.choices:

@@ -119,7 +119,7 @@ UNSENDABLE: list[tuple[dict[str, Any], str]] = [
     ({"messages": USER | {"content": "hi"}}, "got dict; give a sequence of messages"),
     ({"messages": ["hi"]}, "messages must be a list of objects"),
     ({"messages": [USER | {"content": [{"type": "image_url"}]}]}, "[0].image_url is missing"),
-    ({"messages": [ChatMessage("user", [{"type": "text"}])]}, "content[0].text is missing"),  # type: ignore[arg-type, list-item]
+    ({"messages": [ChatMessage("user", [{"type": "text"}])]}, "content[0].text is missing"),
     ({"messages": [USER | {"content": "a" + S}]}, "messages[0] cannot be sent: '.ud800'"),
     ({"messages": [], "chat_template_kwargs": {"a": object()}}, "chat_template_kwargs cannot be"),
     ({"prompt": "x", "documents": [{"text": "a"}]}, "are for chats; give messages"),

@@ -32,10 +32,11 @@ from jdisagg.service.internal.kv_link import GrpcKvLink
 from jdisagg.service.internal.registry import registry_service
 from jdisagg.service.internal.remote_ports import RemoteWorker
 from jdisagg.service.internal.worker_service import decode_service, peer_service, prefill_service
-from jdisagg.service.server import GrpcServer, check_address, cluster_credentials, read_tokens
+from jdisagg.service.server import check_address, cluster_credentials, read_tokens
 from tests.service.certificates import OPENSSL, CertificateFiles, certificates_in
 from tests.service.doors import STATUS
-from tests.service.http_doors import http_door
+from tests.service.http_doors import http_door, with_tokens
+from tests.service.listening import listening
 from tests.service.port_worker import HELLO, Worker
 
 
@@ -55,11 +56,8 @@ async def workers(config: ServiceConfig, tokens: tuple[str, ...] = ()) -> AsyncI
         registry_service(Membership(MonotonicClock(), lambda card: WorkerPorts()), tokens)
     )
     services.append(GrpcKvLink(KvEnd("127.0.0.1:1", 1)).service(tokens))
-    server = GrpcServer(services, replace(config, port=0, drain_seconds=0.0))
-    try:
-        yield f"127.0.0.1:{await server.start()}"
-    finally:
-        await server.drain()
+    async with listening(*services, config=config) as address:
+        yield address
 
 
 async def ask(target: str, credentials: Credentials = Credentials(), token: str = "") -> str:  # noqa: B008
@@ -72,7 +70,7 @@ async def ask(target: str, credentials: Credentials = Credentials(), token: str 
 async def test_a_port_with_tls_serves_those_who_trust_its_authority_and_no_others(
     ours: CertificateFiles, theirs: CertificateFiles
 ) -> None:
-    async with door(ServiceConfig(tls_certificate=ours.certificate, tls_key=ours.key)) as target:
+    async with door(ours.service()) as target:
         assert len(await ask(target, ours.credentials())) == 3
         for credentials, hint in (
             (Credentials(), "If it uses TLS, give its CA certificate"),
@@ -97,7 +95,7 @@ async def test_an_ipv6_address_in_any_form_is_the_one_that_a_certificate_has(
     if OPENSSL is None:
         pytest.skip("openssl makes the certificates, and is not installed")
     files = certificates_in(tmp_path, "IP:::1")
-    config = ServiceConfig(host="::1", tls_certificate=files.certificate, tls_key=files.key)
+    config = files.service(host="::1")
     async with door(config) as target:
         port = parse_host_port(target, "target")[1]
         for written in ("[::1]", "[0:0::1]", "[0000:0:0:0:0:0:0:0001]"):
@@ -112,7 +110,7 @@ async def test_an_ipv6_address_in_any_form_is_the_one_that_a_certificate_has(
 async def test_several_servers_over_tls_are_believed_by_the_name_that_they_share(
     ours: CertificateFiles,
 ) -> None:
-    config = ServiceConfig(tls_certificate=ours.certificate, tls_key=ours.key)
+    config = ours.service()
     async with door(config) as one, door(config) as other:
         assert len(await ask(f"ipv4:{one},{other}", ours.credentials(server_name="127.0.0.1"))) == 3
 
@@ -120,9 +118,7 @@ async def test_several_servers_over_tls_are_believed_by_the_name_that_they_share
 async def test_a_port_with_mutual_tls_serves_those_its_authority_signed_for(
     ours: CertificateFiles, theirs: CertificateFiles
 ) -> None:
-    config = ServiceConfig(
-        tls_certificate=ours.certificate, tls_key=ours.key, tls_client_ca=ours.authority
-    )
+    config = ours.service(tls_client_ca=ours.authority)
     both = Credentials(True, ours.credentials().authority, *_pair(theirs))
     async with workers(config) as address:
         for credentials, welcome in (
@@ -143,9 +139,7 @@ async def test_a_port_with_mutual_tls_serves_those_its_authority_signed_for(
 async def test_a_client_without_a_known_token_is_refused_at_every_method_but_health(
     tmp_path,
 ) -> None:
-    file = tmp_path / "tokens"
-    file.write_text("first\n\nsecond\n")
-    async with door(ServiceConfig(token_file=str(file))) as target:
+    async with door(with_tokens(tmp_path, "first", "", "second")) as target:
         for token in ("first", "second"):
             assert len(await ask(target, token=token)) == 3
         for token in ("", "third", "firs", "first2", "first\tsecond".replace("\t", " ")):
@@ -162,7 +156,7 @@ async def test_a_client_without_a_known_token_is_refused_at_every_method_but_hea
                     await call()
         async with grpc.aio.insecure_channel(target) as channel:
             health = health_pb2_grpc.HealthStub(channel)
-            reply = await health.Check(health_pb2.HealthCheckRequest())  # type: ignore[attr-defined]
+            reply = await health.Check(health_pb2.HealthCheckRequest())
         assert reply.status == health_pb2.HealthCheckResponse.SERVING
 
 
@@ -170,12 +164,8 @@ async def test_processes_of_one_configuration_reach_each_other(
     ours: CertificateFiles, tmp_path
 ) -> None:
     (tmp_path / "token").write_text("between us\n")
-    config = ServiceConfig(
-        tls_certificate=ours.certificate,
-        tls_key=ours.key,
-        tls_client_ca=ours.authority,
-        cluster_token_file=str(tmp_path / "token"),
-    )
+    token = str(tmp_path / "token")
+    config = ours.service(tls_client_ca=ours.authority, cluster_token_file=token)
     for change in (
         {},
         {"tls_client_ca": ""},
@@ -215,31 +205,18 @@ def test_credentials_that_make_no_sense_are_refused_by_name(tmp_path) -> None:
         Credentials(tls=True, certificate=b"x")
     with pytest.raises(ConfigError, match="set tls"):
         Credentials(authority=b"x")
-    for name in ("certificate", "key"):
-        (tmp_path / name).write_text(
-            f"-----BEGIN {'EC PRIVATE KEY' if name == 'key' else 'CERTIFICATE'}-----\n"
-        )
     files = {name: str(tmp_path / name) for name in ("certificate", "key")}
+    (tmp_path / "certificate").write_text("-----BEGIN CERTIFICATE-----\n")
+    (tmp_path / "key").write_text("-----BEGIN EC PRIVATE KEY-----\n")
     Credentials.load(authority=files["certificate"], **files)
-    for swapped, message in (
-        (
-            {"authority": files["key"]},
-            (
-                "credentials: authority '.*/key' has no CERTIFICATE block in PEM form, but EC"
-                " PRIVATE KEY; give another"
-            ),
-        ),
-        (
-            {"certificate": files["key"], "key": files["certificate"]},
-            "credentials: certificate '.*/key' has no CERTIFICATE",
-        ),
-        (
-            {"certificate": files["certificate"], "key": "/dev/null"},
-            "key '/dev/null' has no PRIVATE KEY block in PEM form, but no block",
-        ),
+    swapped = {"certificate": files["key"], "key": files["certificate"]}
+    for wrong, message in (
+        ({"authority": files["key"]}, "authority '.*/key' has no CERTIFICATE .* EC PRIVATE KEY"),
+        (swapped, "credentials: certificate '.*/key' has no CERTIFICATE"),
+        (files | {"key": "/dev/null"}, "key '/dev/null' has no PRIVATE KEY block .*, but no block"),
     ):
         with pytest.raises(ConfigError, match=message):
-            Credentials.load(**swapped)
+            Credentials.load(**wrong)
     with pytest.raises(ConfigError, match="credentials: authority has no CERTIFICATE block"):
         Credentials(tls=True, authority=b"x")
     for judge in (cluster_credentials, check_address):
@@ -275,9 +252,7 @@ async def test_renewed_certificates_and_tokens_are_taken_up_without_a_restart(
         tokens.write_text(token)
 
     install(ours, "first")
-    config = ServiceConfig(
-        tls_certificate=files.certificate, tls_key=files.key, token_file=str(tokens)
-    )
+    config = files.service(token_file=str(tokens))
     async with door(config) as target:
         assert len(await ask(target, ours.credentials(), "first")) == 3
         install(theirs, "second")
@@ -310,9 +285,7 @@ def test_a_file_that_becomes_unreadable_leaves_what_was_read(
 def test_a_certificate_that_is_not_for_the_workers_host_is_refused_at_the_start(
     ours: CertificateFiles,
 ) -> None:
-    config = ServiceConfig(
-        tls_certificate=ours.certificate, tls_key=ours.key, tls_client_ca=ours.authority
-    )
+    config = ours.service(tls_client_ca=ours.authority)
     check_certificate(config)
     for other in ("10.0.0.7", "node-7.internal"):
         with pytest.raises(ConfigError, match=f"not for --host {other}.*subject alternative"):

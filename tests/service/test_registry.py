@@ -11,7 +11,6 @@ import msgspec
 import pytest
 
 from jdisagg.clock import MonotonicClock
-from jdisagg.config import ServiceConfig
 from jdisagg.dispatch.membership import Membership, WorkerPorts
 from jdisagg.errors import IncompatiblePeerError, NameTakenError, UnavailableError
 from jdisagg.layout.axes import Layout
@@ -23,9 +22,9 @@ from jdisagg.router.predictor import FEWEST, LearnedLengths
 from jdisagg.scheduler.kept_log import KeptLog
 from jdisagg.service.internal import registry, rpc
 from jdisagg.service.internal.registry import RegistryClient, Share, registry_service
-from jdisagg.service.server import GrpcServer
 from jdisagg.timeouts import MembershipTimeouts
 from tests.service.doors import STATUS, eventually
+from tests.service.listening import listening
 
 QUICK = MembershipTimeouts(heartbeat_seconds=0.02)
 MODEL = ModelCard("tiny", "llama", 257, 512, "float32", 64, "f00")
@@ -43,14 +42,8 @@ async def router(
     port: int = 0, share: Share = lambda uses: RouterUse(), known: KnownBlocks | None = None
 ) -> AsyncIterator[tuple[str, Membership]]:
     membership = Membership(MonotonicClock(), lambda card: WorkerPorts(), known=known)
-    server = GrpcServer(
-        (registry_service(membership, share=share),), ServiceConfig(port=port, drain_seconds=0.0)
-    )
-    address = f"127.0.0.1:{await server.start()}"
-    try:
+    async with listening(registry_service(membership, share=share), port=port) as address:
         yield address, membership
-    finally:
-        await server.drain()
 
 
 @contextlib.asynccontextmanager
@@ -108,16 +101,15 @@ async def test_a_router_that_does_not_share_what_clients_spend_keeps_its_workers
     older = rpc.service(
         Older, registry._Registry(membership, registry._reached, registry._unshared)
     )
-    server = GrpcServer((older,), ServiceConfig(port=0, drain_seconds=0.0))
-    address = f"127.0.0.1:{await server.start()}"
-    try:
-        async with router() as (other, _), worker(address, other) as client:
-            await eventually(lambda: len(client.registered) == 2)
-            beats = membership._entries[CARD.name].heard_at
-            await eventually(lambda: membership._entries[CARD.name].heard_at > beats)
-            assert membership.statuses() == (STATUS,)
-    finally:
-        await server.drain()
+    async with (
+        listening(older) as address,
+        router() as (other, _),
+        worker(address, other) as client,
+    ):
+        await eventually(lambda: len(client.registered) == 2)
+        beats = membership._entries[CARD.name].heard_at
+        await eventually(lambda: membership._entries[CARD.name].heard_at > beats)
+        assert membership.statuses() == (STATUS,)
 
 
 async def test_a_router_that_is_away_holds_up_no_other_and_knows_the_worker_when_it_is_back() -> (
@@ -270,11 +262,7 @@ async def test_a_worker_is_listed_once_the_router_has_reached_it(caplog) -> None
             raise UnavailableError("Hostname Verification Check failed")
 
     membership = Membership(MonotonicClock(), lambda card: WorkerPorts())
-    server = GrpcServer(
-        (registry_service(membership, reach=reach),), ServiceConfig(port=0, drain_seconds=0.0)
-    )
-    address = f"127.0.0.1:{await server.start()}"
-    try:
+    async with listening(registry_service(membership, reach=reach)) as address:
         async with worker(address) as client:
             await eventually(lambda: calls > 3)
             assert membership.cards() == () and not client.registered
@@ -286,5 +274,3 @@ async def test_a_worker_is_listed_once_the_router_has_reached_it(caplog) -> None
             now = calls
             assert not client.failed.done()
         assert calls == now, "heartbeats need no call back"
-    finally:
-        await server.drain()

@@ -204,7 +204,6 @@ async def test_a_worker_that_stopped_in_its_tracks_is_noticed() -> None:
         stdout=asyncio.subprocess.PIPE,
     )
     try:
-        assert process.stdout is not None
         address = f"127.0.0.1:{int(await asyncio.wait_for(process.stdout.readline(), 60))}"
         async with connected(address) as (remote,):
             spans = remote.decode.generate(call_of(1))

@@ -11,11 +11,10 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from jdisagg.client import AsyncClient
-from jdisagg.config import ServiceConfig
 from jdisagg.errors import InvalidRequestError, OverloadedError, UnauthenticatedError
 from jdisagg.observe import request_log
 from jdisagg.observe.request_log import RequestLog
-from tests.service.http_doors import HttpDoor, http_door
+from tests.service.http_doors import HttpDoor, http_door, with_tokens
 
 LOGGER = "jdisagg.observe.request_log"
 
@@ -81,10 +80,7 @@ async def test_a_client_that_goes_away_is_cancelled_and_no_error(
 async def test_calls_that_never_become_requests_are_counted_too(
     counted: Counted, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    token = tmp_path / "token"
-    token.write_text("secret")
-    service = ServiceConfig(token_file=str(token))
-    async with http_door(service=service, log=counted.log) as one:
+    async with http_door(service=with_tokens(tmp_path, "secret"), log=counted.log) as one:
         async with AsyncClient(one.target) as client:
             with pytest.raises(UnauthenticatedError):
                 await client.complete("abcd")
@@ -124,6 +120,6 @@ async def test_listing_health_is_refused_without_a_traceback(
     async with grpc.aio.insecure_channel(door.target) as channel:
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             health = health_pb2_grpc.HealthStub(channel)
-            await health.List(health_pb2.HealthListRequest())  # type: ignore[attr-defined]
+            await health.List(health_pb2.HealthListRequest())
     assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
     assert not [record for record in caplog.records if record.exc_info]

@@ -51,8 +51,8 @@ async def test_an_adapter_is_listed_with_its_parent_and_selected_by_the_field_mo
     assert answer.status == 200
     async with door.client() as client:
         base, poems = [one async for one in client.models.list()]
-        assert (poems.id, poems.model_extra["parent"]) == ("poems", base.id)  # type: ignore[index]
-        assert poems.model_extra["root"] == "/poems"  # type: ignore[index]
+        assert (poems.id, poems.model_extra["parent"]) == ("poems", base.id)
+        assert poems.model_extra["root"] == "/poems"
         done = await client.completions.create(model="poems", prompt="hi", max_tokens=2)
         assert done.model == "poems"
         await client.completions.create(model=base.id, prompt="hi", max_tokens=2)

@@ -10,14 +10,13 @@ from hypothesis import strategies as st
 
 from jdisagg.caller import Caller, KeyLimits, calling, current
 from jdisagg.client import AsyncClient
-from jdisagg.config import ServiceConfig
 from jdisagg.errors import ConfigError, QuotaExceededError, UnauthenticatedError
 from jdisagg.request import Request
 from jdisagg.scheduler.residency import BlockNames
 from jdisagg.service import reread
 from jdisagg.service.bearer import identify, token_of
 from jdisagg.service.server import read_clients
-from tests.service.http_doors import http_door
+from tests.service.http_doors import http_door, with_tokens
 
 LINES = ("one tenant=acme", "two tenant=acme", "three tenant=globex", "four", "five five")
 
@@ -93,9 +92,7 @@ def test_outside_of_a_door_nobody_in_particular_calls() -> None:
 async def test_who_belongs_to_a_tenant_empties_no_cache_and_suspends_its_own_requests_alone(
     tmp_path: Path,
 ) -> None:
-    file = tmp_path / "tokens"
-    file.write_text("\n".join(LINES))
-    async with http_door(service=ServiceConfig(token_file=str(file))) as door:
+    async with http_door(service=with_tokens(tmp_path, *LINES)) as door:
         async with AsyncClient(door.target, token="one") as client:
             with pytest.raises(UnauthenticatedError, match="'acme'"):
                 await client.reset_cache()
@@ -110,8 +107,6 @@ async def test_blocks_of_two_tenants_have_no_name_in_common_whatever_they_send(
     tmp_path: Path,
 ) -> None:
     """Through both public doors: one prompt, sent by everybody with all that a message may say."""
-    file = tmp_path / "tokens"
-    file.write_text("\n".join(LINES))
     owner = {"one": "acme", "two": "acme", "three": "globex", "four": "four", "five five": "five"}
     said = ["", "acme", "globex", "four", '["", "acme", ""]', "\x00"]
     rng = random.Random(4)
@@ -119,7 +114,7 @@ async def test_blocks_of_two_tenants_have_no_name_in_common_whatever_they_send(
         (token, tenant, salt) for token in owner for tenant in said for salt in rng.sample(said, 2)
     ]
     prompt = list(range(1, 40))
-    async with http_door(service=ServiceConfig(token_file=str(file))) as door:
+    async with http_door(service=with_tokens(tmp_path, *LINES)) as door:
         for token in owner:
             async with AsyncClient(door.target, token=token) as client:
                 for _, tenant, salt in [one for one in wanted if one[0] == token]:
@@ -152,10 +147,9 @@ async def test_a_token_that_used_up_its_streams_is_refused_at_both_doors_until_o
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(reread, "LOOK_SECONDS", 0.0)
-    file = tmp_path / "tokens"
-    file.write_text("one tenant=acme streams=1\ntwo tenant=acme\n")
     asked = {"prompt": "x", "max_tokens": 3}
-    async with http_door(service=ServiceConfig(token_file=str(file))) as door:
+    service = with_tokens(tmp_path, "one tenant=acme streams=1", "two tenant=acme")
+    async with http_door(service=service) as door:
         door.path.gate.clear()
         async with (
             AsyncClient(door.target, token="one") as client,
@@ -170,7 +164,7 @@ async def test_a_token_that_used_up_its_streams_is_refused_at_both_doors_until_o
                 await client.complete("x", max_tokens=3)
             assert caught.value.retry_after_seconds == 1.0
             assert len(door.path.requests) == 1, "neither reached the path"
-            file.write_text("one tenant=acme streams=2\ntwo tenant=acme\n")
+            with_tokens(tmp_path, "one tenant=acme streams=2", "two tenant=acme")
             second = client.generate("x", max_tokens=3)
             await anext(second)
             door.path.gate.set()

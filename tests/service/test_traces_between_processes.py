@@ -44,7 +44,7 @@ class Ear(grpc.aio.ServerInterceptor):
     def __init__(self) -> None:
         self.heard: list[tuple[str, dict[str, str]]] = []
 
-    async def intercept_service(self, continuation, details):  # type: ignore[no-untyped-def]
+    async def intercept_service(self, continuation, details):
         method = details.method.rpartition("/")[2]
         self.heard.append((method, dict(details.invocation_metadata)))
         return await continuation(details)

@@ -98,12 +98,7 @@ class Path:
     def __init__(self, workers: dict[str, Worker]) -> None:
         self.pauses: list[float | None] = []
         self.heard: list[WorkerStatus] = []
-        self.cluster = ClusterPorts(
-            {},
-            {"d": None},  # type: ignore[dict-item]
-            weights=workers,
-            reported=self.heard.append,
-        )
+        self.cluster = ClusterPorts({}, {"d": None}, weights=workers, reported=self.heard.append)
 
     @contextlib.asynccontextmanager
     async def paused(self, drain_seconds: float | None) -> AsyncIterator[None]:
@@ -181,7 +176,7 @@ async def test_a_commit_that_began_goes_to_its_end_though_the_caller_leaves(serv
         await going.wait()
         return await commit(call)
 
-    served.decode.commit_weights = held  # type: ignore[method-assign]
+    served.decode.commit_weights = held
     control = WeightsControl(served.path, MonotonicClock(), Counters())
     update = asyncio.create_task(control.update("/one", "1"))
     await began.wait()
@@ -201,7 +196,7 @@ async def test_a_change_of_weights_waits_for_another_one_until_its_deadline(serv
         await going.wait()
         return StagedWeights("1@f00/one", 100)
 
-    served.decode.stage_weights = held  # type: ignore[method-assign]
+    served.decode.stage_weights = held
     control = WeightsControl(served.path, MonotonicClock(), Counters())
     first = asyncio.create_task(control.update("/one", "1"))
     await asyncio.sleep(0)
@@ -220,7 +215,7 @@ async def test_workers_that_do_not_wake_after_an_update_do_not_make_it_fail(serv
     async def never(_: float) -> WorkerStatus:
         raise UnavailableError("connection refused")
 
-    served.prefill.full, served.prefill.wake = True, never  # type: ignore[method-assign]
+    served.prefill.full, served.prefill.wake = True, never
     control = WeightsControl(served.path, MonotonicClock(), Counters())
     report = await control.update("/one", "1")
     assert served.decode.weights == report.weights and served.prefill.asleep
@@ -237,7 +232,7 @@ async def test_workers_sleep_and_wake_over_http_and_grpc(served: Served) -> None
             await client.wake(["x"])
     await door.served("/sleep?level=2", {})
     await door.served("/sleep", {"level": 1, "workers": ["p"]})
-    assert [one.level for one in served.prefill.calls] == [2, 1]  # type: ignore[attr-defined]
+    assert [one.level for one in served.prefill.calls] == [2, 1]
     assert (await door.ask("/wake_up", {})).fields == {"is_sleeping": False}
 
 
@@ -245,7 +240,6 @@ async def test_a_tenant_changes_no_weights_and_a_server_without_workers_says_so(
     served: Served,
 ) -> None:
     control = served.door.frontend.weights
-    assert control is not None
     with caller.calling(caller.Caller(tenant="t")), pytest.raises(UnauthenticatedError):
         await control.update("/one")
     served.door.frontend.weights = None
@@ -259,7 +253,6 @@ async def test_a_worker_without_memory_for_two_copies_stages_while_it_sleeps_and
 ) -> None:
     served.decode.full = True
     control = served.door.frontend.weights
-    assert control is not None
     with pytest.raises(InvalidRequestError, match="'d' lacks 5 bytes"):
         await control.update("/one", "1", UpdateMode.KEEP)
     assert not served.path.pauses

@@ -405,7 +405,6 @@ async def test_a_body_that_does_not_come_is_ended(
 
 
 def connections(door: HttpDoor) -> set[Any]:
-    assert door.server.http is not None
     return set(door.server.http._server.server_state.connections)
 
 

@@ -19,12 +19,11 @@ async def described(door: HttpDoor) -> dict[str, Any]:
 async def test_every_endpoint_is_described_and_no_other() -> None:
     keeps = ServiceConfig(kept_responses_mib=1)
     async with http_door(service=keeps) as door:
-        assert door.server.http is not None
         found: dict[str, set[str]] = {}
         for route in door.server.http._routes.application().routes:
-            path = route.path.replace(":path", "")  # type: ignore[attr-defined]
+            path = route.path.replace(":path", "")
             if path not in PAGE[:3] and not path.startswith(PAGE[3:]):
-                methods = route.app.method.lower().split(", ")  # type: ignore[attr-defined]
+                methods = route.app.method.lower().split(", ")
                 found[path] = set(methods)
         spec = await described(door)
         assert {path: set(methods) for path, methods in spec["paths"].items()} == found

@@ -45,7 +45,7 @@ async def test_a_response_is_continued_with_all_that_was_said(
             return await events.get_final_response()
 
     first = await ask(input="hi", instructions="Be brief", metadata={"a": "b"})
-    assert first.store is True and first.metadata == {"a": "b"}  # type: ignore[attr-defined]
+    assert first.store is True and first.metadata == {"a": "b"}
     *_, call = first.output
     assert call.type == "function_call"
     say(door, "ok")
@@ -69,7 +69,7 @@ async def test_a_response_is_continued_with_all_that_was_said(
     for item in items.data:
         shown = item.model_dump(warnings=False, by_alias=True)
         TypeAdapter(ResponseItem).validate_python(shown, strict=True)
-    assert items.data[-1].content[0].text == "so?"  # type: ignore[union-attr, index]
+    assert items.data[-1].content[0].text == "so?"
 
 
 async def test_a_response_is_read_again_and_deleted(client: openai.AsyncOpenAI) -> None:
@@ -87,7 +87,7 @@ async def test_a_response_is_read_again_and_deleted(client: openai.AsyncOpenAI) 
 
 async def test_a_response_that_must_not_be_stored_is_not(client: openai.AsyncOpenAI) -> None:
     made = await client.responses.create(**TINY, input="hi", store=False)
-    assert made.store is False  # type: ignore[attr-defined]
+    assert made.store is False
     with pytest.raises(openai.NotFoundError):
         await client.responses.retrieve(made.id)
 
@@ -96,11 +96,11 @@ async def test_input_items_come_in_pages(client: openai.AsyncOpenAI) -> None:
     said: Any = [{"role": "user", "content": text} for text in "abcde"]
     made = await client.responses.create(**TINY, input=said)
     pages = client.responses.input_items.list(made.id, limit=2)
-    texts = [item.content[0].text async for item in pages]  # type: ignore[union-attr, index]
+    texts = [item.content[0].text async for item in pages]
     assert texts == [*"edcba"]
     for wrong in ({"limit": 0}, {"after": "x"}):
         with pytest.raises(openai.BadRequestError, match=next(iter(wrong))):
-            await client.responses.input_items.list(made.id, **wrong)  # type: ignore[arg-type]
+            await client.responses.input_items.list(made.id, **wrong)
 
 
 async def test_a_response_in_the_background_is_finished_and_read_during_a_drain() -> None:

@@ -14,7 +14,15 @@ from jdisagg.service.http import generation as http_generation
 from jdisagg.service.http import guard as http_guard
 from jdisagg.service.server import GenerationServer, check_address
 from tests.service.doors import FakePath, eventually, make_frontend
-from tests.service.http_doors import COMPLETIONS, HttpDoor, events, http_door, parse, request
+from tests.service.http_doors import (
+    COMPLETIONS,
+    HttpDoor,
+    events,
+    http_door,
+    parse,
+    request,
+    with_tokens,
+)
 
 
 @pytest.mark.parametrize("stream", [True, False])
@@ -55,7 +63,6 @@ async def test_a_client_that_never_reads_is_let_go_of_at_its_deadline(
     asked = {"prompt": "x", "max_tokens": 400, "stream": True, "deadline_seconds": 1.5}
     writer.write(request(COMPLETIONS, asked | {"request_id": "deaf"}))
     await eventually(lambda: door.path.closed == ["deaf"])
-    assert door.server.http is not None
     state = door.server.http._server.server_state
     await eventually(lambda: not state.tasks and not state.connections)
     writer.close()
@@ -103,7 +110,7 @@ async def test_a_client_that_waits_long_is_kept_by_comments(
     monkeypatch.setattr(http_generation, "COMMENT_SECONDS", 0.05)
 
     class Late(FakePath):
-        async def stream(self, request):  # type: ignore[no-untyped-def]
+        async def stream(self, request):
             await self.gate.wait()
             async for event in super().stream(request):
                 yield event
@@ -125,10 +132,8 @@ async def test_a_client_that_waits_long_is_kept_by_comments(
 
 
 async def test_a_request_needs_a_key_that_the_token_file_holds(tmp_path) -> None:
-    tokens = tmp_path / "tokens"
-    tokens.write_text("secret\nother\n")
     asked = {"prompt": "x", "max_tokens": 1}
-    async with http_door(service=ServiceConfig(token_file=str(tokens))) as door:
+    async with http_door(service=with_tokens(tmp_path, "secret", "other")) as door:
         for headers in ({}, {"authorization": "Bearer wrong"}, {"authorization": "Basic secret"}):
             for path, fields in ((COMPLETIONS, asked), ("/v1/models", None), ("/metrics", None)):
                 answer = await door.ask(path, fields, **headers)
@@ -152,12 +157,8 @@ async def test_requests_are_logged_and_errors_counted_as_those_of_grpc(
         await door.ask(COMPLETIONS, {"prompt": "x", "tenant": "crowd"})
         await door.ask("/nowhere")
     ended = [one for one in caplog.records if one.getMessage() == "request ended"]
-    assert [one.code for one in ended] == [  # type: ignore[attr-defined]
-        "OK",
-        "INVALID_ARGUMENT",
-        "RESOURCE_EXHAUSTED",
-    ]
-    assert (ended[0].request_id, ended[0].generated_tokens) == ("r", 2)  # type: ignore[attr-defined]
+    assert [one.code for one in ended] == ["OK", "INVALID_ARGUMENT", "RESOURCE_EXHAUSTED"]
+    assert (ended[0].request_id, ended[0].generated_tokens) == ("r", 2)
     assert counted == [
         ("INVALID_ARGUMENT", "InvalidRequestError"),
         ("RESOURCE_EXHAUSTED", "OverloadedError"),
@@ -196,7 +197,6 @@ async def test_a_port_that_is_taken_is_refused_by_name_and_leaves_nothing_behind
     second = GenerationServer(make_frontend(FakePath()), first)
     with pytest.raises(ConfigError, match="cannot listen on .* --port"):
         await second.start()
-    assert second.http is not None
     with pytest.raises(OSError):
         await asyncio.open_connection("127.0.0.1", second.http.port)
     await second.drain()

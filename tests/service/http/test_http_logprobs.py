@@ -76,6 +76,13 @@ def words(size: int = 1, said: bytes = PARTS, special_at: int = 3) -> Decoded:
     return Decoded(says=ids, size=size, likely=((0x80, -2.0), (0x81, -3.0)))
 
 
+def said_of(some: list[dict[str, Any]]) -> tuple[str, list[dict[str, Any]]]:
+    """The text of a chat, and the rows of its tokens."""
+    said = [one.get("delta") or one.get("message") or {} for one in some]
+    rows = [row for one in some if one["logprobs"] for row in one["logprobs"]["content"]]
+    return "".join(one.get("content") or "" for one in said), rows
+
+
 async def choices(door: HttpDoor, path: str, **asked: Any) -> list[dict[str, Any]]:
     """The choice of a whole reply, or those of a stream's chunks."""
     answer = await door.served(path, asked)
@@ -98,10 +105,7 @@ async def test_the_rows_of_a_chat_are_its_text(
         some = await choices(
             door, CHATS, **asked, **more, stream=stream, return_tokens_as_token_ids=as_ids
         )
-        text = "".join(
-            (one.get("delta") or one.get("message") or {}).get("content") or "" for one in some
-        )
-        rows = [row for one in some if one["logprobs"] for row in one["logprobs"]["content"]]
+        text, rows = said_of(some)
         assert b"".join(bytes(row["bytes"]) for row in rows).decode() == text
         assert len(rows) == len(PARTS) + 1
         ids = [*PARTS[:3], EOS, *PARTS[3:]]
@@ -264,10 +268,7 @@ async def test_rows_of_a_sentencepiece_model_are_its_text(
         asked: dict[str, Any] = {"stop": ["STOP"], "stream": stream}
         chat = {"messages": [{"role": "user", "content": "ab"}], "logprobs": True}
         some = await choices(door, CHATS, **asked, **chat)
-        text = "".join(
-            (one.get("delta") or one.get("message") or {}).get("content") or "" for one in some
-        )
-        rows = [row for one in some if one["logprobs"] for row in one["logprobs"]["content"]]
+        text, rows = said_of(some)
         # The rows of a stop string's tokens are there, and the text ends before it.
         assert b"".join(bytes(row["bytes"]) for row in rows).decode() == text + (
             "STOP" if said == "a stop string" else ""

@@ -9,12 +9,11 @@ from typing import Any
 
 import pytest
 
-from jdisagg.config import ServiceConfig
 from jdisagg.request import GrammarKind, Request, StreamEvent
 from jdisagg.service.http import generation
 from tests.service.chats import CALLS, SCHEMA, TEMPLATE, THOUGHT, Script, prompts, say, script_door
 from tests.service.doors import CACHED, MODEL, FakePath
-from tests.service.http_doors import MESSAGES, HttpDoor, http_door, taken
+from tests.service.http_doors import MESSAGES, HttpDoor, http_door, taken, with_tokens
 
 opens = script_door
 HI: Any = {"max_tokens": 500, "messages": [{"role": "user", "content": "hi"}]}
@@ -244,8 +243,7 @@ async def test_a_long_wait_is_filled_with_pings(monkeypatch: pytest.MonkeyPatch)
 
 
 async def test_the_key_may_come_as_x_api_key(tmp_path: Path) -> None:
-    (tmp_path / "tokens").write_text("secret")
-    async with http_door(service=ServiceConfig(token_file=str(tmp_path / "tokens"))) as door:
+    async with http_door(service=with_tokens(tmp_path, "secret")) as door:
         keys: list[tuple[dict[str, Any], int]] = [
             ({"x_api_key": "secret"}, 200),
             ({"authorization": "Bearer secret"}, 200),

@@ -10,7 +10,6 @@ import ssl
 
 import pytest
 
-from jdisagg.config import ServiceConfig
 from jdisagg.errors import ConfigError
 from jdisagg.node.serving import where
 from jdisagg.service import reread
@@ -18,10 +17,6 @@ from tests.service.certificates import CertificateFiles
 from tests.service.http_doors import HttpDoor, http_door, parse
 
 ASKED = b"GET /health HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n"
-
-
-def service(files: CertificateFiles, **more: str) -> ServiceConfig:
-    return ServiceConfig(tls_certificate=files.certificate, tls_key=files.key, **more)
 
 
 def trust(files: CertificateFiles, own: CertificateFiles | None = None) -> ssl.SSLContext:
@@ -46,7 +41,7 @@ async def status(door: HttpDoor, context: ssl.SSLContext | None) -> int:
 
 
 async def test_the_door_speaks_tls_alone(ours: CertificateFiles, theirs: CertificateFiles) -> None:
-    async with http_door(service=service(ours)) as door:
+    async with http_door(service=ours.service()) as door:
         assert where(door.server.listens).endswith(f" and https://127.0.0.1:{door.port}")
         assert await status(door, trust(ours)) == 200
         for other in (None, trust(theirs)):
@@ -58,7 +53,7 @@ async def test_the_door_speaks_tls_alone(ours: CertificateFiles, theirs: Certifi
 async def test_clients_show_a_certificate_where_it_is_asked_for(
     ours: CertificateFiles, theirs: CertificateFiles
 ) -> None:
-    async with http_door(service=service(ours, tls_client_ca=ours.authority)) as door:
+    async with http_door(service=ours.service(tls_client_ca=ours.authority)) as door:
         assert await status(door, trust(ours, own=ours)) == 200
         for own in (None, theirs):
             with pytest.raises(OSError):
@@ -80,7 +75,7 @@ async def test_a_renewed_certificate_is_shown_to_new_connections(
             os.replace(getattr(files, kind) + ".new", getattr(files, kind))
 
     install(ours)
-    async with http_door(service=service(files)) as door:
+    async with http_door(service=files.service()) as door:
         assert await status(door, trust(ours)) == 200
         install(theirs)
         assert await status(door, trust(theirs)) == 200
@@ -93,5 +88,5 @@ async def test_files_that_do_not_belong_together_are_refused(
 ) -> None:
     mixed = CertificateFiles("", theirs.key, ours.certificate)
     with pytest.raises(ConfigError, match="service.tls"):
-        async with http_door(service=service(mixed)):
+        async with http_door(service=mixed.service()):
             pass

@@ -6,7 +6,6 @@ from dataclasses import asdict
 from importlib.resources import files
 
 from jdisagg.client import AsyncClient
-from jdisagg.config import ServiceConfig
 from tests.service.doors import eventually
 from tests.service.http.page_doors import (
     PLACED,
@@ -16,7 +15,7 @@ from tests.service.http.page_doors import (
     ManyWorkers,
     page_door,
 )
-from tests.service.http_doors import COMPLETIONS, request
+from tests.service.http_doors import COMPLETIONS, request, with_tokens
 
 WEB = files("jdisagg.service.http") / "web"
 FILES = {file.name: file.read_text() for file in WEB.iterdir()}
@@ -110,9 +109,7 @@ async def test_the_status_says_whether_the_model_can_chat_and_counts_tokens() ->
 
 
 async def test_the_files_are_open_and_what_they_show_needs_a_token(tmp_path) -> None:
-    tokens = tmp_path / "tokens"
-    tokens.write_text("secret\nother tenant=acme\n")
-    async with page_door(service=ServiceConfig(token_file=str(tokens))) as door:
+    async with page_door(service=with_tokens(tmp_path, "secret", "other tenant=acme")) as door:
         assert (await door.ask("/")).status == (await door.ask("/web/main.js")).status == 200
         for path in JSON_PATHS:
             assert (await door.ask(path)).status == 401
@@ -160,9 +157,7 @@ async def test_a_running_requests_timeline_is_known_so_far() -> None:
 
 
 async def test_a_token_of_a_tenant_is_not_told_of_others_requests(tmp_path) -> None:
-    tokens = tmp_path / "tokens"
-    tokens.write_text("all\none tenant=acme\n")
-    async with page_door(service=ServiceConfig(token_file=str(tokens))) as door:
+    async with page_door(service=with_tokens(tmp_path, "all", "one tenant=acme")) as door:
         asked = {"prompt": "x", "max_tokens": 2, "request_id": "seen"}
         await door.ask(COMPLETIONS, asked, traceparent=TRACEPARENT, authorization="Bearer one")
         placed = [

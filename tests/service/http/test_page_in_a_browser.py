@@ -6,12 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from jdisagg.config import ServiceConfig
 from tests import time_scale
 from tests.service.doors import eventually
 from tests.service.http.browser import Browser, browser
 from tests.service.http.page_doors import ManyWorkers, page_door, some_workers
-from tests.service.http_doors import HttpDoor
+from tests.service.http_doors import HttpDoor, with_tokens
 
 pytestmark = pytest.mark.ci
 HOSTILE = '<img src=x onerror="window.broken=1"><script>window.broken=1</script>'
@@ -91,9 +90,7 @@ async def test_the_page_chats_and_shows_cluster_decisions_and_timelines(tmp_path
 async def test_the_page_asks_for_a_token_and_completes_where_the_model_cannot_chat(
     tmp_path: Path,
 ) -> None:
-    tokens = tmp_path / "tokens"
-    tokens.write_text("secret\n")
-    service = ServiceConfig(token_file=str(tokens))
+    service = with_tokens(tmp_path, "secret")
     async with page_door(service=service, template=None) as door, browser() as page:
         await door.server.set_ready(True)
         await page.open(address(door))

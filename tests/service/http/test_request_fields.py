@@ -238,7 +238,6 @@ async def test_a_field_is_what_its_verdict_says(door: HttpDoor, path: str) -> No
     wrong = []
     for name in [name for of, name in FIELDS if of == path]:
         found = verdict(path, name)
-        assert found is not None
         if isinstance(found, Refused):
             answer = await door.ask(path, USUAL[path] | {name: found.value})
             told = answer.status, answer.error["param"], name in answer.error["message"]

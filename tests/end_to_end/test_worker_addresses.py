@@ -1,4 +1,6 @@
-"""Offers of weights at the addresses on which a server may listen."""
+"""Where a worker is called, its KV is taken and its weights are offered."""
+
+from dataclasses import replace
 
 import jax.numpy as jnp
 import numpy as np
@@ -7,8 +9,12 @@ import pytest
 from jdisagg import weights
 from jdisagg.address import parse_host_port
 from jdisagg.config import ServiceConfig
+from jdisagg.errors import ConfigError
 from jdisagg.messages.weights import OFFER_PREFIX
+from jdisagg.node.kv_endpoint import called_address, kv_interface
 from jdisagg.node.weights_reader import RemoteWeights
+
+ELSEWHERE = "192.0.2.7"  # of documentation: no interface has it
 
 
 @pytest.mark.parametrize(
@@ -34,3 +40,19 @@ def test_an_offer_of_weights_is_read_at_the_address_that_its_name_has(
         finally:
             reader.close()
     assert np.array_equal(array, matrix)
+
+
+def test_a_worker_is_called_at_the_advertised_host_and_its_kv_takes_an_interface_it_has() -> None:
+    every = ServiceConfig(host="0.0.0.0", port=8701)
+    with pytest.raises(ConfigError, match=r"every interface.*add --advertise_host"):
+        called_address(every)
+    several = replace(every, advertise_host="127.0.0.1")
+    assert (called_address(several), kv_interface(several)) == ("127.0.0.1:8701", "127.0.0.1")
+    translated = replace(every, host="127.0.0.1", advertise_host=ELSEWHERE)
+    assert (called_address(translated), kv_interface(translated)) == (
+        f"{ELSEWHERE}:8701",
+        "127.0.0.1",
+    )
+    assert kv_interface(replace(translated, kv_host="::1")) == "::1"
+    with pytest.raises(ConfigError, match="means every interface"):
+        replace(every, kv_host="0.0.0.0")
