@@ -124,9 +124,7 @@ class Running:
         return list(await asyncio.gather(*(self.complete(request) for request in requests)))
 
     async def complete_preempted(
-        self,
-        requests: Sequence[Request],
-        enough: Callable[[], bool] = lambda: True,
+        self, requests: Sequence[Request], enough: Callable[[], bool] = lambda: True
     ) -> tuple[list[Collected], int]:
         """Runs all at once until sequences were preempted and `enough` holds: while programs
         compile, or on a busy machine, too few may run together. Returns the last round and the
