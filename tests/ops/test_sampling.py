@@ -302,6 +302,7 @@ def test_sampling_works_on_the_shards_of_a_mesh() -> None:
         )
 
 
+@pytest.mark.ci
 def test_a_step_makes_the_passes_of_a_filter_only_if_a_row_has_the_filter() -> None:
     """XLA turns a condition into a select of both results if its branches only map and reduce. A
     GPU then makes all passes in each step. A barrier in the branch keeps the condition."""
