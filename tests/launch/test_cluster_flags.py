@@ -13,6 +13,7 @@ from jdisagg.node.cluster_plan import ClusterConfig, ClusterPlan, plan_cluster
 from jdisagg.node.recipes import ClusterShape, recipe_text
 from launch import cluster
 from launch.flags import Given
+from tests.lanes import first_quick
 from tests.launch.script_ends import ends
 
 TWO = EngineConfig(prefill=InstanceConfig(layout=Layout(tp=2)))
@@ -116,7 +117,8 @@ def test_the_routers_serve_the_name_that_a_flag_gives(asked, tmp_path: Path) -> 
     assert made.router_config(0).router.service.served_model_name == "org/mine"
 
 
-def test_a_port_in_use_is_named_with_its_flag_before_anything_compiles() -> None:
+@pytest.mark.parametrize(("command",), first_quick([("router",), ("serve",), ("cluster",)], ci=2))
+def test_a_port_in_use_is_named_with_its_flag_before_anything_compiles(command: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         names = ("port", "http_port", "metrics_port")
@@ -124,7 +126,6 @@ def test_a_port_in_use_is_named_with_its_flag_before_anything_compiles() -> None
         lines = [
             tuple(f"--{one}={at}" for one, at in {**free, name: port}.items()) for name in names
         ]
-        for command in ("serve", "router", "cluster"):
-            for name, end in zip(names, ends(command, *lines), strict=True):
-                sentence = f"error: port {port} is in use; choose another with --{name}\n"
-                assert (end.out, end.err) == ("", sentence)
+        for name, end in zip(names, ends(command, *lines), strict=True):
+            sentence = f"error: port {port} is in use; choose another with --{name}\n"
+            assert (end.out, end.err) == ("", sentence)

@@ -30,7 +30,7 @@ def test_flags_alone_are_taken_and_words_are_named() -> None:
 
 
 def test_the_model_may_be_the_first_argument(tmp_path: Path) -> None:
-    folder, gone = ends("inspect", (str(tmp_path),), ("--model=a", "b"))
+    folder, gone = ends("kv_calculator", (str(tmp_path),), ("--model=a", "b"))
     assert str(tmp_path) in folder.out + folder.err and folder.status == 1
     assert gone.status == 2 and "a model comes first" in gone.err
 

@@ -1,6 +1,8 @@
 """The engine of a notebook, as its first cells may get it wrong: in a kernel of their own, for the
 number of devices is for good."""
 
+import pytest
+
 from tests.launch.script_ends import ended
 from tests.programs import PROGRAMS
 
@@ -23,6 +25,7 @@ opens(devices=2).close()
 """
 
 
+@pytest.mark.ci
 def test_an_empty_text_is_no_prompt_and_another_number_of_devices_needs_another_kernel() -> None:
     done = ended("-c", CELLS, str(PROGRAMS))
     assert done.status == 0, done.err

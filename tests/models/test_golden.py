@@ -39,7 +39,7 @@ OPTIONS = ("llama_yarn", "llama_llama3", "phi3_longrope", "glm4_moe_groups", "gr
 
 
 def _family(name: str) -> str:
-    return HfConfig.from_directory(GOLDEN / name).fields["model_type"]
+    return str(HfConfig.from_directory(GOLDEN / name).fields["model_type"])
 
 
 def _in_lanes() -> list[object]:

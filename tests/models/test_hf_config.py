@@ -297,7 +297,7 @@ OWN_RULES: dict[str, tuple[Mapping[str, object], tuple[tuple[str, object], ...]]
 
 def test_families_refuse_by_name_what_does_not_fit_their_own_rules() -> None:
     rows = (
-        (field, _base(family) | beside | {field: value})
+        (field, {**_base(family), **beside, field: value})
         for family, (beside, fields) in OWN_RULES.items()
         for field, value in fields
     )

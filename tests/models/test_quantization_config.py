@@ -4,6 +4,7 @@ import json
 import re
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -70,7 +71,7 @@ def test_what_is_not_read_is_refused_by_name(tmp_path: Path) -> None:
     path = tmp_path / "model"
     shutil.copytree(GOLDEN / "llama_tied", path)
 
-    def read(quantization: dict) -> None:
+    def read(quantization: Any) -> None:
         state(path, quantization)
         (one,) = inspect(path).missing
         with pytest.raises(CheckpointError, match=re.escape(one)):

@@ -56,10 +56,11 @@ def _write(path: Path, **fields: object) -> None:
     path.write_text(json.dumps(fields))
 
 
-def _rendered(source: str, *messages: dict[str, Any], **how: Any) -> str:
-    return ChatTemplate({"default": source}, {}).render(
-        messages, **{"add_generation_prompt": True} | how
-    )
+def _rendered(
+    source: str, *messages: dict[str, Any], add_generation_prompt: bool = True, **how: Any
+) -> str:
+    template = ChatTemplate({"default": source}, {})
+    return template.render(messages, add_generation_prompt=add_generation_prompt, **how)
 
 
 def test_text_makes_the_round_trip_untruncated(directory: Path) -> None:

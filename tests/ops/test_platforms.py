@@ -37,7 +37,9 @@ def latent() -> Latent:
 
 
 @pytest.mark.parametrize("platform", PLATFORMS)
-@pytest.mark.parametrize(("heads", "window"), zip(HEADS, (None, 128, None), strict=True), ids=str)
+@pytest.mark.parametrize(
+    ("heads", "window"), list(zip(HEADS, (None, 128, None), strict=True)), ids=str
+)
 def test_decode_attention(platform: str, heads: tuple[int, int, int], window: int | None) -> None:
     queries, kv, width = heads
     how = {"scale": 0.1, "window": window, "platform": platform}

@@ -111,7 +111,7 @@ def test_quantized_experts_give_what_their_restored_matrices_give(
     plain = ExpertWeights(*restored, None, None, None, *(biases if biased else ()))
     x_TD = jnp.asarray(random.normal(size=(tokens, width)), jnp.float32)
     local_TJ = jnp.asarray(random.integers(0, experts + 1, (tokens, 2)), jnp.int32)
-    expected = np.asarray(block_products(x_TD, local_TJ, plain, 4))
+    expected = np.asarray(jax.jit(block_products, static_argnums=3)(x_TD, local_TJ, plain, 4))
     run = {
         "cpu": partial(block_products, rows=4),
         "gpu": partial(gpu_products, device_kind="H200", interpret=True),

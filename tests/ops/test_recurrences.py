@@ -52,7 +52,7 @@ class Recurrence:
     written: str
     noise: float
 
-    def assert_near(self, found: jax.Array, wanted: np.ndarray) -> None:
+    def assert_near(self, found: jax.Array | np.ndarray, wanted: np.ndarray) -> None:
         """Within float noise of the largest number."""
         largest = max(1.0, float(np.abs(wanted).max(initial=0)))
         np.testing.assert_allclose(

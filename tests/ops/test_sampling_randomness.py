@@ -1,6 +1,8 @@
 """The hash behind sampling is uniform, uncorrelated along every coordinate, and never gives a
 number that breaks the race."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -15,11 +17,14 @@ COORDINATES = ["seed low", "seed high", "child", "position"]
 
 def bits_of(words_B4: np.ndarray, vocabulary: int) -> np.ndarray:
     """uint32 [B, V] for rows of (seed low, seed high, child, position)."""
-    words = jnp.asarray(words_B4.astype(np.uint32))
-    keys = randomness.row_keys(
-        words[:, :2], words[:, 2].astype(jnp.int32), words[:, 3].astype(jnp.int32)
-    )
-    return np.asarray(randomness.random_bits(keys, vocabulary))
+    return np.asarray(_bits(jnp.asarray(words_B4.astype(np.uint32)), vocabulary))
+
+
+@partial(jax.jit, static_argnums=1)
+def _bits(words_B4: jax.Array, vocabulary: int) -> jax.Array:
+    child_B, position_B = (words_B4[:, at].astype(jnp.int32) for at in (2, 3))
+    keys = randomness.row_keys(words_B4[:, :2], child_B, position_B)
+    return randomness.random_bits(keys, vocabulary)
 
 
 def neighbours(coordinate: int, rows: int) -> np.ndarray:

@@ -75,7 +75,7 @@ def test_a_decode_step_attends_to_what_is_selected(
 
 @pytest.mark.parametrize(
     ("platform", "past"),
-    first_quick([("cpu", 21), ("gpu", 5), ("cpu", 0), ("gpu", 16), ("cpu", 5)], quick=2, ci=3),
+    first_quick([("cpu", 21), ("gpu", 5), ("cpu", 0), ("gpu", 16), ("cpu", 5)], ci=3),
 )
 def test_a_chunk_attends_to_what_is_selected_among_its_own_and_earlier_tokens(
     past: int, platform: str, monkeypatch: pytest.MonkeyPatch
