@@ -33,7 +33,7 @@ def intact(how: Codec, leaves: Leaves, first_head: int = 0, stamp: BlockStamp = 
     return bool(jax.jit(how.verify)(leaves, stamp_array(stamp), np.int32(first_head)))
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.ci)])
 @pytest.mark.parametrize("name", CODECS)
 def test_leaves_are_as_announced_and_a_piece_comes_back_within_the_bound(name, dtype):
     how, piece = codec(name), block(dtype)
