@@ -164,6 +164,7 @@ def test_scores_behind_a_cache_are_those_of_the_whole_and_leave_it_as_it_was(
     np.testing.assert_array_equal(kv.norms(), before)
 
 
+@pytest.mark.ci
 def test_scores_behind_a_session_leave_it_as_it_was(engine: Engine, golden: Expected) -> None:
     with engine.create_session("s", layout=DP2) as session:
         session.push(engine.prefill(golden.prompt, layout=TP4))
@@ -199,6 +200,7 @@ def test_scores_of_what_cannot_be_scored_are_refused(engine: Engine, golden: Exp
         engine.score([5], after=kv, layout=TP4)
 
 
+@pytest.mark.ci
 def test_prompts_computed_together_are_what_each_is_by_itself(
     engine: Engine, golden: Expected
 ) -> None:
