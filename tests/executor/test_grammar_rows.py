@@ -207,9 +207,10 @@ def test_drafts_that_the_mesh_makes_change_no_answer_whatever_they_are() -> None
 
 
 def test_what_is_forced_is_what_the_mask_allows_alone() -> None:
-    matcher, one_by_one = (
-        GRAMMARS.matcher(REGEX, SamplingParams(grammar=REGEX), (END,), ids("q")) for _ in range(2)
+    matcher, one_by_one, limited = (
+        GRAMMARS.matcher(REGEX, SamplingParams(grammar=REGEX), (END,), ids("q")) for _ in range(3)
     )
+    assert limited.forced(100, ids("r")[0]) == ids("fo"), "the model does not know the others"
     forced = matcher.forced(100, VOCABULARY)
     assert forced == ids("forced words")
     mask = np.zeros(mask_words(VOCABULARY), np.uint32)
@@ -220,11 +221,6 @@ def test_what_is_forced_is_what_the_mask_allows_alone() -> None:
         one_by_one.consume((token,))
     assert one_by_one.forced(100, VOCABULARY) == []
     assert matcher.forced(100, VOCABULARY) == []
-
-
-def test_ids_that_the_model_does_not_know_are_not_forced() -> None:
-    matcher = GRAMMARS.matcher(REGEX, SamplingParams(grammar=REGEX), (END,), ids("q"))
-    assert matcher.forced(100, ids("r")[0]) == ids("fo")
 
 
 def test_a_state_takes_one_token_at_a_time_and_a_ring_what_its_window_leaves() -> None:

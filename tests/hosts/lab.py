@@ -312,6 +312,17 @@ def all_free(client: Client, workers: Sequence[str]) -> bool:
     return not held(client, workers)
 
 
+def check_answers(client: Client, deadline_seconds: float | None = None) -> None:
+    for number in (0, 1):
+        done = client.complete(
+            token_ids=prompt(number),
+            max_tokens=NEW_TOKENS,
+            temperature=0.0,
+            deadline_seconds=deadline_seconds,
+        )
+        assert tuple(done.choices[0].token_ids) == expected(number)
+
+
 def wait_until(condition: Callable[[], bool], what: str, seconds: float, said: object = "") -> None:
     until = time.monotonic() + seconds
     while not condition():

@@ -20,16 +20,7 @@ import pytest
 from jdisagg.client import Client
 from tests import time_scale
 from tests.hosts.hosts import ROOT, Hosts, Process, hosts, missing
-from tests.hosts.lab import (
-    NEW_TOKENS,
-    PYTHON,
-    START_SECONDS,
-    WORKER_FLAGS,
-    all_free,
-    expected,
-    prompt,
-    wait_until,
-)
+from tests.hosts.lab import PYTHON, START_SECONDS, WORKER_FLAGS, all_free, check_answers, wait_until
 
 PORT, RAY_PORT = 19400, 6380
 # On a busy machine `ray start` may wait for ever: its raylet ends if the agent takes over 15 s.
@@ -84,16 +75,6 @@ class Driver:
         text = self.process.log.read_text()
         return dict(re.findall(r"worker (\S+) \(.*serves on ([\d.]+):", text))
 
-    def answers(self) -> None:
-        for number in (0, 1):
-            done = self.client.complete(
-                token_ids=prompt(number),
-                max_tokens=NEW_TOKENS,
-                temperature=0.0,
-                deadline_seconds=120.0,
-            )
-            assert tuple(done.choices[0].token_ids) == expected(number)
-
 
 @contextlib.contextmanager
 def cluster(made: Hosts, folder: Path, nodes: int, *flags: str) -> Iterator[Driver]:
@@ -134,11 +115,11 @@ def test_workers_are_actors_that_move_to_another_node_when_theirs_is_lost(tmp_pa
     layouts = ("--prefill=tp=1", "--decode=tp=1")
     with hosts(3, tmp_path) as made, cluster(made, tmp_path, 2, *layouts) as driver:
         assert driver.where() == {name: made.address(2) for name in WORKERS}
-        driver.answers()
+        check_answers(driver.client, 120.0)
         driver.nodes[0].kill()
         node(made, 3, cpus=2)
 
         moved = {name: made.address(3) for name in WORKERS}
         wait_until(lambda: driver.where() == moved, "both serve on the third", START_SECONDS)
         wait_until(lambda: all_free(driver.client, WORKERS), "pages are free", START_SECONDS)
-        driver.answers()
+        check_answers(driver.client, 120.0)

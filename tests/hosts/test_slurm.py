@@ -19,16 +19,7 @@ import pytest
 from jdisagg.client import Client
 from tests.end_to_end.clusters import LLAMA
 from tests.hosts.hosts import ROOT, Hosts, hosts, missing
-from tests.hosts.lab import (
-    NEW_TOKENS,
-    PYTHON,
-    START_SECONDS,
-    WORKER_FLAGS,
-    all_free,
-    expected,
-    prompt,
-    wait_until,
-)
+from tests.hosts.lab import PYTHON, START_SECONDS, WORKER_FLAGS, all_free, check_answers, wait_until
 
 NODES = 3
 PORT = 19300
@@ -134,11 +125,7 @@ def test_the_batch_script_serves_until_it_is_cancelled(tmp_path: Path) -> None:
         try:
             with Client(f"{made.address(1)}:{PORT}", connect_seconds=START_SECONDS) as client:
                 wait_until(lambda: all_free(client, workers), "workers register", START_SECONDS)
-                for number in (0, 1):
-                    done = client.complete(
-                        token_ids=prompt(number), max_tokens=NEW_TOKENS, temperature=0.0
-                    )
-                    assert tuple(done.choices[0].token_ids) == expected(number)
+                check_answers(client)
             assert not list(logs.glob("token.*")) or oct(
                 next(logs.glob("token.*")).stat().st_mode
             ).endswith("600")

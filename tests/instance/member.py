@@ -16,14 +16,13 @@ from pathlib import Path
 import jax
 
 from jdisagg.clock import MonotonicClock
-from jdisagg.config import InstanceConfig, Mode
+from jdisagg.config import Mode
 from jdisagg.engine.limits import mesh_limits, stage_cut
 from jdisagg.errors import UnavailableError
 from jdisagg.executor.mesh_executor import MeshExecutor, MeshRole
 from jdisagg.executor.program_cache import use_compilation_cache
 from jdisagg.executor.programs import Programs
 from jdisagg.instance.processes import ProcessGroup, join_instance
-from jdisagg.layout.axes import Layout
 from jdisagg.messages.step_commands import (
     HOST,
     DecodeResult,
@@ -46,8 +45,10 @@ from jdisagg.request import SamplingParams
 from jdisagg.scheduler.executor import Executor
 from jdisagg.transfer.in_process import InProcessChannel
 from models.checkpoint import load_model
+from tests.shapes import CHUNK, PREFILL_PAGE, instance
 
-CONTEXT, CHUNK, PAGE = 256, 64, 16
+CONTEXT = 256
+PAGES = CONTEXT // PREFILL_PAGE  # of a sequence
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,12 +68,10 @@ class Task:
 
 
 def build(task: Task) -> MeshExecutor:
-    layout = Layout.parse(task.layout)
+    config = instance(task.layout)
+    layout = config.layout
     cut = stage_cut(layout.pp, layout.pp) if layout.pp > 1 else None
     loaded = load_model(task.model, layout, jax.devices()[: layout.devices], cut=cut)
-    config = InstanceConfig(
-        layout=layout, page_size=PAGE, slots_per_rank=4, chunk_tokens=CHUNK, min_chunk_tokens=CHUNK
-    )
     limits = mesh_limits(config, Mode.CHUNKED, loaded.model.kv_spec, CONTEXT, layout.pp)
     role = MeshRole(prefill=True, decode=True)
     made = (loaded.model, Programs(*loaded.meshes), layout, limits, role)
@@ -97,7 +96,7 @@ async def prefill(executor: Executor, specs: Sequence[SampleSpec]) -> list[int]:
 
 
 def pages_of(index: int, ranks: int) -> tuple[int, ...]:
-    each = CONTEXT // PAGE // 2
+    each = PAGES // 2
     return tuple(range(index // ranks * each, (index // ranks + 1) * each))
 
 
@@ -140,10 +139,10 @@ async def through_host(executor: Executor) -> list[bool]:
     Returns whether the KV is the same, and whether a block that is not there is missed by all
     processes."""
     same: list[bool] = []
-    elsewhere = tuple(range(CONTEXT // PAGE * 2, CONTEXT // PAGE * 2 + CHUNK // PAGE))
+    elsewhere = tuple(range(2 * PAGES, 2 * PAGES + CHUNK // PREFILL_PAGE))
     ranks, groups = range(executor.limits.ranks), range(executor.limits.layer_groups)
     for offer, (rank, group) in enumerate(itertools.product(ranks, groups)):
-        pages = pages_of(rank, len(ranks))[: CHUNK // PAGE]
+        pages = pages_of(rank, len(ranks))[: CHUNK // PREFILL_PAGE]
         out = ExtractBlock(1, offer, rank, group, 0, CHUNK, CHUNK, pages, 7, 1, to_host=True)
         pull = PullBlock(2, offer, rank, group, CHUNK, 60.0, HOST, groups=1)
         into = InsertBlock(3, offer, rank, group, CHUNK, CHUNK, 0, elsewhere, 7, groups=1)

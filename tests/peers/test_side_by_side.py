@@ -52,11 +52,11 @@ def test_all_servers_serve_the_same_model_and_ours_have_the_flags_that_they_are_
 
 def test_a_server_that_still_works_when_it_answers_is_waited_for(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(servers, "QUIET_SECONDS", 2.0)
-    code = "import time\nwhile time.process_time() < 2: pass\ntime.sleep(600)"
+    code = "import time\nwhile time.process_time() < 0.6: pass\ntime.sleep(600)"
     child = subprocess.Popen([sys.executable, "-c", code], start_new_session=True)
     try:
         servers.settle([child], time.monotonic() + 120)
-        assert servers.processor_seconds([child]) > 1.9  # of its two; counted in ticks
+        assert servers.processor_seconds([child]) > 0.5  # of its 0.6; counted in ticks
     finally:
         child.kill()
         child.wait()

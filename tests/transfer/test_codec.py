@@ -33,7 +33,7 @@ def intact(how: Codec, leaves: Leaves, first_head: int = 0, stamp: BlockStamp = 
     return bool(jax.jit(how.verify)(leaves, stamp_array(stamp), np.int32(first_head)))
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.ci)])
 @pytest.mark.parametrize("name", CODECS)
 def test_leaves_are_as_announced_and_a_piece_comes_back_within_the_bound(name, dtype):
     how, piece = codec(name), block(dtype)
@@ -52,7 +52,7 @@ def test_leaves_are_as_announced_and_a_piece_comes_back_within_the_bound(name, d
     assert np.all(error <= largest * BOUNDS.get(name, 0) + (rounding if how.lossy else 0))
 
 
-@pytest.mark.parametrize("name", LOSSY)
+@pytest.mark.parametrize(("name",), first_quick([(name,) for name in LOSSY], ci=2))
 def test_it_saves_what_it_says_and_heads_packed_apart_are_the_heads_of_the_whole(name):
     how, piece = codec(name), block()
     large = jax.ShapeDtypeStruct((1, C, K, 512, 64), jnp.dtype(jnp.bfloat16))

@@ -40,7 +40,7 @@ def ends() -> Ends:
 
 
 class TestInProcessChannel(ChannelConformance):
-    pairs = PAIRS
+    pairs = PAIRS[::3]
 
 
 @pytest.mark.parametrize(("source", "destination", "kv_heads", "dtype"), PAIRS[::12])

@@ -120,10 +120,9 @@ def test_values_that_were_changed_are_what_the_next_token_attends_to(
     np.testing.assert_array_equal(np.asarray(changed.layer(1).k), np.asarray(kv.layer(1).k))
     np.testing.assert_array_equal(np.asarray(kv.layer(1).v), before)
     np.testing.assert_array_equal(np.asarray(changed.layer(0).v), np.asarray(kv.layer(0).v))
-    for layout in (TP4, DP2):
-        with engine.create_session("s", layout=layout) as session:
-            session.push(changed)
-            assert engine.generate_tokens(session, 1, ignore_eos=True).token_ids == (wanted,)
+    with engine.create_session("s", layout=DP2) as session:
+        session.push(changed)
+        assert engine.generate_tokens(session, 1, ignore_eos=True).token_ids == (wanted,)
 
 
 @pytest.mark.ci

@@ -11,12 +11,13 @@ import pytest
 from safetensors import safe_open
 from safetensors.numpy import save_file
 
-from jdisagg.engine.research.face import DecoderLayout, Engine
+from jdisagg.engine.research.face import Engine
 from jdisagg.engine.research.kv_cache import KVCache
 from jdisagg.engine.research.kv_file import read_kv, write_kv
 from jdisagg.errors import ConfigError, KVFileError
 from jdisagg.layout.kv_spec import KVSpec
 from tests.engine.research.research_engines import (
+    DP2,
     NAME,
     NEW_TOKENS,
     TP4,
@@ -26,8 +27,6 @@ from tests.engine.research.research_engines import (
     open_engine,
 )
 
-BOTH = DecoderLayout(dp=2, tp=2)
-
 
 def test_a_cache_that_was_saved_is_loaded_under_another_layout_and_goes_on(
     engine: Engine, golden: Expected, kv: KVCache, tmp_path: Path
@@ -35,10 +34,13 @@ def test_a_cache_that_was_saved_is_loaded_under_another_layout_and_goes_on(
     path = tmp_path / "story.kv"
     engine.save(kv, path)
     assert [file.name for file in tmp_path.iterdir()] == ["story.kv"]
-    loaded = engine.load(path, layout=BOTH)
-    assert loaded.layout == BOTH and loaded.chosen == kv.chosen
+    loaded = engine.load(path, layout=DP2)
+    assert loaded.layout == DP2 and loaded.chosen == kv.chosen
     assert_same_kv(loaded, kv)
-    assert engine.generate_tokens(loaded, NEW_TOKENS).token_ids == tuple(golden.greedy[:NEW_TOKENS])
+    with engine.create_session("s", layout=DP2) as session:
+        session.push(loaded)
+        found = engine.generate_tokens(session, NEW_TOKENS).token_ids
+    assert found == tuple(golden.greedy[:NEW_TOKENS])
     engine.save(loaded[:7], path)
     assert_same_kv(engine.load(path, layout=TP4), kv[:7])
     engine.save(loaded[7:], path)
@@ -64,7 +66,7 @@ def test_bfloat16_and_latents_come_back_bit_for_bit(name: str, dtype: str, tmp_p
     with open_engine(name, dtype, fingerprint="f00d") as engine:
         kv = engine.prefill(hugging_face(name).prompt, layout=TP4)
         engine.save(kv, tmp_path / "kv")
-        loaded = engine.load(tmp_path / "kv", layout=BOTH)
+        loaded = engine.load(tmp_path / "kv", layout=DP2)
         assert_same_kv(loaded, kv)
         assert jnp.dtype(loaded.spec.dtype) == dtype
         found, wanted = (engine.generate_tokens(one, 4, ignore_eos=True) for one in (loaded, kv))
