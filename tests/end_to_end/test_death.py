@@ -25,7 +25,7 @@ async def test_streams_of_a_decode_mesh_that_dies_go_on_as_if_nothing_had_happen
         for request, one in zip(requests(run)[:2], undisturbed, strict=False):
             assert greedy_beginning(LLAMA, request.prompt_token_ids, one.tokens[0]) == 60
         moving = asyncio.create_task(cluster.move_some())
-        dying = asyncio.create_task(cluster.die_when_busy())
+        dying = asyncio.create_task(cluster.die_when_busy(tokens=20))
         done = await run.complete_all(requests(run))
         moving.cancel()
         assert await asyncio.wait_for(dying, 1.0) >= 2, "nobody ran where the worker died"

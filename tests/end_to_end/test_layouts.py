@@ -21,6 +21,7 @@ from tests.end_to_end.clusters import (
     check_bytes,
     check_continuations,
     dense_greedy,
+    dense_logprobs,
     golden_copy,
     golden_greedy,
     running,
@@ -57,7 +58,10 @@ async def test_two_meshes_of_the_shared_shape_give_the_tokens_of_a_dense_pass() 
     async with running(config()) as run:
         prompt = run.tokenizer.encode(PROMPT) * 3
         assert len(prompt) > CHUNK, "a chunk goes on from pages"
-        await check_bytes(run, prompt, dense_greedy(LLAMA, prompt, TOKENS))
+        greedy = dense_greedy(LLAMA, prompt, TOKENS)
+        done = await check_bytes(run, prompt, greedy, logprobs=0)
+    logprobs = [one.logprob for one in done.logprobs[0]]
+    assert logprobs == pytest.approx(dense_logprobs(LLAMA, prompt, greedy), abs=1e-3)
 
 
 @ci
