@@ -193,12 +193,12 @@ async def assert_all_free(cluster: EmbeddedCluster) -> None:
 
 
 @partial(jax.jit, static_argnums=0)
-def _most_likely(graphdef: nnx.GraphDef, weights: nnx.State, tokens_T: jax.Array) -> jax.Array:
-    """The most likely next token after each one. Weights are arguments, so that all checkpoints of
-    one form share a program."""
+def _logprobs(graphdef: nnx.GraphDef, weights: nnx.State, tokens_T: jax.Array) -> jax.Array:
+    """[T, V]: of what follows each token. Weights are arguments, so that all checkpoints of one
+    form share a program."""
     model = nnx.merge(graphdef, weights)
     places = jnp.arange(len(tokens_T), dtype=jnp.int32)
-    return jnp.argmax(model(tokens_T, places, dense_causal_attend), axis=-1)
+    return jax.nn.log_softmax(model(tokens_T, places, dense_causal_attend))
 
 
 @lru_cache(maxsize=4)
@@ -206,28 +206,34 @@ def _dense_model(directory: Path, changed_at: int) -> tuple[nnx.GraphDef, nnx.St
     return nnx.split(load_model(directory, Layout(), jax.devices()[-1:]).model)
 
 
-def _following(directory: Path, tokens: Sequence[int], length: int) -> np.ndarray:
-    """The most likely next token after each of `tokens`."""
+def _dense(directory: Path, tokens: Sequence[int], length: int) -> np.ndarray:
     model = _dense_model(directory, (directory / "model.safetensors").stat().st_mtime_ns)
     padded = np.zeros(-(-length // 128) * 128, np.int32)
     padded[: len(tokens)] = tokens
-    return np.asarray(_most_likely(*model, padded))
+    return np.asarray(_logprobs(*model, padded))
 
 
 def dense_greedy(directory: Path, prompt: Sequence[int], count: int) -> list[int]:
     """Greedy tokens by a dense forward pass over the whole sequence, once a token."""
     tokens = list(prompt)
     for _ in range(count):
-        following = _following(directory, tokens, len(prompt) + count)
-        tokens.append(int(following[len(tokens) - 1]))
+        logprobs_TV = _dense(directory, tokens, len(prompt) + count)
+        tokens.append(int(np.argmax(logprobs_TV[len(tokens) - 1])))
     return tokens[len(prompt) :]
+
+
+def dense_logprobs(directory: Path, prompt: Sequence[int], tokens: Sequence[int]) -> list[float]:
+    """Of each of `tokens`, given all before it."""
+    whole = [*prompt, *tokens]
+    logprobs_TV = _dense(directory, whole, len(whole))
+    return [float(logprobs_TV[at - 1, whole[at]]) for at in range(len(prompt), len(whole))]
 
 
 def greedy_beginning(directory: Path, prompt: Sequence[int], tokens: Sequence[int]) -> int:
     """The number of first tokens that are greedy, by a single dense forward pass."""
     whole = [*prompt, *tokens]
-    following = _following(directory, whole, len(whole))[len(prompt) - 1 : len(whole) - 1]
-    wrong = np.flatnonzero(following != np.asarray(tokens))
+    following = np.argmax(_dense(directory, whole, len(whole)), axis=-1)
+    wrong = np.flatnonzero(following[len(prompt) - 1 : len(whole) - 1] != np.asarray(tokens))
     return int(wrong[0]) if len(wrong) else len(tokens)
 
 

@@ -24,7 +24,7 @@ NAMES = ("deepseek_v3", "deepseek_v32")
 CACHED, INDEX, LAYERS = 20 + 6, 10, 3  # values of a token, in each layer
 
 
-@pytest.fixture(params=[*NAMES, "minimax_m3"])
+@pytest.fixture(params=[*NAMES, pytest.param("minimax_m3", marks=pytest.mark.slow)])
 def model(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     return golden_copy(request.param, tmp_path)
 

@@ -15,9 +15,13 @@ import pytest
 from jdisagg.config import EngineConfig, Mode
 from jdisagg.worker.own_prefills import OwnPrefills
 from tests.end_to_end.clusters import (
+    PROMPT,
+    TOKENS,
     check,
     check_bytes,
     check_continuations,
+    dense_greedy,
+    dense_logprobs,
     golden_copy,
     golden_greedy,
     running,
@@ -25,7 +29,7 @@ from tests.end_to_end.clusters import (
 from tests.end_to_end.pairwise import pairwise
 from tests.golden.arrays import arrays_of
 from tests.lanes import first_ci
-from tests.shapes import FAMILY, MOE, config
+from tests.shapes import CHUNK, FAMILY, LLAMA, MOE, config
 
 PREFILLS = ("tp=1", "tp=2", "tp=4", "dp=2,tp=2", "dp=4")
 DECODES = ("tp=1", "dp=2", "dp=4", "dp=2,tp=2")
@@ -51,7 +55,13 @@ def engine_of(
 
 
 async def test_two_meshes_of_the_shared_shape_give_the_tokens_of_a_dense_pass() -> None:
-    await check(config())
+    async with running(config()) as run:
+        prompt = run.tokenizer.encode(PROMPT) * 3
+        assert len(prompt) > CHUNK, "a chunk goes on from pages"
+        greedy = dense_greedy(LLAMA, prompt, TOKENS)
+        done = await check_bytes(run, prompt, greedy, logprobs=0)
+    logprobs = [one.logprob for one in done.logprobs[0]]
+    assert logprobs == pytest.approx(dense_logprobs(LLAMA, prompt, greedy), abs=1e-4)
 
 
 @ci

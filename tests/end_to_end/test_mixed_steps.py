@@ -12,7 +12,7 @@ from jdisagg.request import Grammar, GrammarKind, Request
 from tests.end_to_end.clusters import Running, golden_copy, golden_greedy, running
 from tests.fakes.cluster import Collected
 from tests.lanes import first_ci
-from tests.shapes import DECODE, FAMILY, FEW_PAGES, config
+from tests.shapes import FAMILY, FEW_PAGES, config
 
 ANIMAL = Grammar(GrammarKind.REGEX, "(a dog|a cat|the frog) and [0-9]{3}")
 STORY = "once upon a time there was a little dog who lived in the forest"
@@ -73,7 +73,7 @@ async def test_preemption_and_cached_prefixes_change_no_stream_beside_chunks() -
     async with running(config()) as run:
         expected = streams(await run.complete_all(requests(run, prompts)))
     prefix = PrefixConfig(True, 16, host_gib=0.25, restores="always")
-    engine = replace(config(Mode.CHUNKED, decode=DECODE, **FEW_PAGES), prefix=prefix)
+    engine = replace(config(Mode.CHUNKED, **FEW_PAGES), prefix=prefix)
     async with running(engine) as run:
         for _ in range(2):
             done, _ = await run.complete_preempted(requests(run, prompts))

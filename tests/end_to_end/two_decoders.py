@@ -61,12 +61,16 @@ class TwoDecoders(EmbeddedCluster):
                 self.first.migrate_out(key)
             await asyncio.sleep(0.005)
 
-    async def die_when_busy(self) -> int:
-        """The second one dies as soon as several sequences run there; how many did."""
-        while (running := sum(map(len, self.second._state.running))) < 2:
+    async def die_when_busy(self, tokens: int = 0) -> int:
+        """The second one dies as soon as several sequences with so many tokens run there; how many
+        did."""
+        while True:
+            every = [child for of_rank in self.second._state.running for child in of_rank]
+            running = sum(len(child.generated) >= tokens for child in every)
+            if running >= 2:
+                self.crash.dead.set()
+                return running
             await asyncio.sleep(0.001)
-        self.crash.dead.set()
-        return running
 
 
 # For hand-offs while programs compile; what a dead worker held of others is free afterwards.
