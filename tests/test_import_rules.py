@@ -125,63 +125,6 @@ def test_tests_of_pure_folders_are_collected_without_jax() -> None:
         assert ended.returncode == loaded, ended.stdout[-2000:]
 
 
-# Files that still import set-up from a test module.
-STILL_IMPORT_TESTS: set[str] = {
-    "tests.chat.test_calls_in_thoughts",
-    "tests.docs.test_commands",
-    "tests.end_to_end.test_adapters_of_processes",
-    "tests.end_to_end.test_appending",
-    "tests.end_to_end.test_cluster_doors",
-    "tests.end_to_end.test_drain",
-    "tests.end_to_end.test_fetch_from_decode",
-    "tests.end_to_end.test_forced_tokens",
-    "tests.end_to_end.test_http",
-    "tests.end_to_end.test_images_in_motion",
-    "tests.end_to_end.test_instances_of_processes",
-    "tests.end_to_end.test_latent_attention",
-    "tests.end_to_end.test_offered_weights",
-    "tests.end_to_end.test_process_matrix",
-    "tests.end_to_end.test_prompt_logprobs",
-    "tests.end_to_end.test_random_speculation",
-    "tests.end_to_end.test_role_switch",
-    "tests.end_to_end.test_speculation",
-    "tests.end_to_end.test_stages",
-    "tests.end_to_end.test_state_reuse",
-    "tests.end_to_end.test_tpu_forms",
-    "tests.end_to_end.test_weights_in_place",
-    "tests.end_to_end.test_weights_of_processes",
-    "tests.end_to_end.test_windows",
-    "tests.engine.test_limits",
-    "tests.executor.test_block_checksums",
-    "tests.executor.test_prompt_logprobs",
-    "tests.hosts.test_addresses",
-    "tests.instance.test_joining",
-    "tests.launch.test_deploy",
-    "tests.launch.test_router_readiness",
-    "tests.launch.test_two_routers",
-    "tests.models.test_eagle_head",
-    "tests.observe.test_dashboards",
-    "tests.observe.test_embedded",
-    "tests.observe.test_kept_kv",
-    "tests.observe.test_metrics_port",
-    "tests.observe.test_process",
-    "tests.ops.test_prefill_attention_tpu",
-    "tests.ops.test_sparse_attention",
-    "tests.service.http.test_http_grammar",
-    "tests.service.http.test_http_history",
-    "tests.service.http.test_http_kept_responses",
-    "tests.service.http.test_http_messages",
-    "tests.service.http.test_http_odd_bodies",
-    "tests.service.http.test_http_published_types",
-    "tests.service.http.test_http_resume",
-    "tests.service.http.test_http_tls",
-    "tests.service.test_calls_of_odd_names",
-    "tests.service.test_spoiled_calls",
-    "tests.service.test_tools_of_agents",
-    "tests.service.test_traces_between_processes",
-}
-
-
 def test_no_test_module_imports_another() -> None:
     """What several share lies in modules that hold no tests, so that a test can be moved, renamed
     or removed alone."""
@@ -192,7 +135,7 @@ def test_no_test_module_imports_another() -> None:
         if target.startswith("tests.")
         and any(p.startswith("test_") for p in target.split(".")[:-1])
     }
-    assert importers == STILL_IMPORT_TESTS
+    assert not importers
 
 
 def flags_defined(path: Path) -> set[str]:

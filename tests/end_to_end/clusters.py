@@ -178,7 +178,7 @@ async def running(
 
 
 async def assert_all_free(cluster: EmbeddedCluster) -> None:
-    for _ in range(200):
+    for _ in range(3000):
         statuses = await cluster.status()
         if (
             all(status.free_pages == status.total_pages for status in statuses)

@@ -28,7 +28,7 @@ async def test_streams_of_a_decode_mesh_that_dies_go_on_as_if_nothing_had_happen
         dying = asyncio.create_task(cluster.die_when_busy(tokens=20))
         done = await run.complete_all(requests(run))
         moving.cancel()
-        assert await asyncio.wait_for(dying, 1.0) >= 2, "nobody ran where the worker died"
+        assert await asyncio.wait_for(dying, 30.0) >= 2, "nobody ran where the worker died"
         assert [one.tokens for one in done] == [one.tokens for one in undisturbed]
         same_logprobs(done, undisturbed)
         await until_all_free(run)
