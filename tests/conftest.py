@@ -5,6 +5,7 @@ All processes of a run, and the next run, share one folder of compiled programs
 (`tests/programs.py`).
 """
 
+import gc
 import os
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -45,6 +46,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     sort_into_lanes(items)  # before -m selects among them
 
 
+def pytest_collection_finish() -> None:
+    """What was imported and collected stays to the end: a collection of garbage that looked at it
+    would take half a second."""
+    gc.collect()
+    gc.freeze()
+    gc.enable()
+
+
 _memory = Memory()
 
 
@@ -54,6 +63,7 @@ def pytest_runtest_logfinish() -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    gc.disable()  # until all tests are collected
     config.addinivalue_line("markers", "real_time: a coroutine that runs on a real event loop")
     if config.getoption("cost"):
         config.pluginmanager.register(Cost())

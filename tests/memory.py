@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import psutil
 
-MUCH = 1.2 * 2**30  # bytes; a test may need half a gigabyte on top
+MUCH = 2 * 2**30  # bytes; a test may need half a gigabyte on top
 also_dropped: list[Callable[[], object]] = []  # what else keeps executables
 
 
@@ -29,6 +29,7 @@ class Memory:
         if jax := sys.modules.get("jax"):
             jax.clear_caches()
         gc.collect()
+        gc.freeze()
         if sys.platform == "linux":
             ctypes.CDLL("libc.so.6").malloc_trim(0)
         self._bound = max(MUCH, 1.2 * psutil.Process().memory_info().rss)

@@ -111,6 +111,7 @@ def test_importing_the_commands_that_serve_loads_no_simulator() -> None:
     assert subprocess.run(run, cwd=ROOT, capture_output=True, check=True).stdout == b"[]\n"
 
 
+@pytest.mark.ci
 def test_tests_of_pure_folders_are_collected_without_jax() -> None:
     """Under their conftest files, as pytest collects them. The second run sees JAX, so that the
     first means something."""

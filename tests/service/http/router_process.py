@@ -8,7 +8,7 @@ from tests.service.doors import FakePath, make_frontend
 
 asyncio.run(
     serve_until_signalled(
-        make_frontend(FakePath(pause_seconds=0.15)),
+        make_frontend(FakePath(pause_seconds=0.2)),
         ServiceConfig(port=0, http_port=0, drain_seconds=0.1),
         lambda service: print(service.http_port, flush=True),
     )

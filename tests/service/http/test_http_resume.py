@@ -20,7 +20,7 @@ from tests.service.chats import TEMPLATE, THOUGHT, WEATHER, Script
 from tests.service.doors import expected_tokens, text_of
 from tests.service.http_doors import CHATS, COMPLETIONS, HttpDoor, http_door, taken
 
-TOKENS, STREAMS = 40, 24
+TOKENS, STREAMS = 20, 24
 CHAT: Any = [{"role": "user", "content": "hi"}]
 
 
