@@ -150,6 +150,7 @@ def flags_defined(path: Path) -> set[str]:
     }
 
 
+@pytest.mark.ci
 def test_benchmarks_that_tests_load_define_no_flag_twice() -> None:
     """One pytest process loads all of them, and absl refuses a second definition of a flag."""
     graph = import_graph("tests", "benchmarks")

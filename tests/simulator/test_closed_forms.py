@@ -113,7 +113,9 @@ def staged(pool: Pool, stages: int) -> Pool:
     return replace(pool, instance=replace(pool.instance, layout=layout))
 
 
-@pytest.mark.parametrize("stages", [2, 4, 8])
+@pytest.mark.parametrize(
+    "stages", [2, *(pytest.param(more, marks=pytest.mark.ci) for more in (4, 8))]
+)
 def test_prompts_follow_each_other_through_a_pipeline_a_stage_apart(stages: int) -> None:
     """The first stage is again a single server."""
     fleet = one_server(Mode.DISAGGREGATED)

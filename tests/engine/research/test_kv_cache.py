@@ -67,6 +67,7 @@ def test_parts_joined_in_order_are_the_whole_and_go_on_as_it_does(
         assert tokens == tuple(expected.greedy[:NEW_TOKENS])
 
 
+@pytest.mark.ci
 def test_what_lies_on_another_mesh_is_joined_where_the_beginning_lies(
     engine: Engine, golden: Expected, kv: KVCache
 ) -> None:

@@ -93,6 +93,7 @@ def test_bisection_finds_a_known_capacity_from_guesses_far_and_near(guess: float
     assert found == pytest.approx(6.0 / 0.9, rel=0.04) and len(calls) <= MOST_RUNS
 
 
+@pytest.mark.ci
 def test_two_pools_are_simulated_with_and_without_stages_and_the_verdict_has_both():
     def capacity(item: Candidate) -> float:
         return 12.0 if item.staged else 4.0 if item.prefill else 1.0
