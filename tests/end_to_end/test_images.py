@@ -124,11 +124,11 @@ async def test_moved_sequences_keep_their_positions(tmp_path: Path) -> None:
     async with running(made, kind=TwoDecoders) as run:
         cluster = run.cluster
         assert isinstance(cluster, TwoDecoders)
-        moving = asyncio.create_task(cluster.move_some())
+        moving = asyncio.create_task(cluster.move_some(both_ways=True))
         requests = [asked(run, prompt, images, f"r{at}", max_tokens=100) for at in range(3)]
         done = []
         async with asyncio.timeout(300):  # sequences end before the programs that move are compiled
-            while not cluster.first.counters["sequences_moved"]:
+            while not cluster.moved:
                 done += await run.complete_all(requests)
         moving.cancel()
     assert [one.tokens for one in done] == [expected] * len(done)

@@ -196,7 +196,9 @@ async def test_prompts_that_wait_for_prompts_of_other_ranks_give_the_same_tokens
 ) -> None:
     """The fifth prompt gets a slot while both ranks decode, and no other prompt comes."""
     directory = golden_copy("deepseek_v3", tmp_path)
-    sizes = config(Mode.CHUNKED, decode="dp=2,tp=2", directory=directory, **FAMILY)
+    sizes = config(
+        Mode.CHUNKED, decode="dp=2,tp=2", directory=directory, context=128, slots=2, chunk=32
+    )
     gathering, waited = OwnPrefills.gathering.fget, list[bool]()
     assert gathering is not None
 

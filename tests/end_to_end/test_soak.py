@@ -21,7 +21,7 @@ from jdisagg.client import Completion, GenerateOptions
 from jdisagg.dispatch.placer import KEPT_DECISIONS
 from jdisagg.errors import DeadlineExceededError, InvalidRequestError
 from tests.end_to_end.doors import Served, our_objects, served
-from tests.shapes import FEW_PAGES, config
+from tests.shapes import config
 
 pytestmark = pytest.mark.ci
 
@@ -161,7 +161,8 @@ def _give_freed_memory_back() -> None:
 
 @pytest.mark.parametrize("requests", [100, pytest.param(2500, marks=pytest.mark.slow)])
 async def test_memory_is_flat_however_requests_end(requests: int):
-    async with served(config(**FEW_PAGES)) as door:
+    sizes = config(context=256, slots=4, decode_page=8, pages=32, growth=1)
+    async with served(sizes) as door:
         reference = {
             kind: essence(await door.client.complete(**request(kind))) for kind in range(24)
         }

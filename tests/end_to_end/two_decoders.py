@@ -54,12 +54,17 @@ class TwoDecoders(EmbeddedCluster):
         super().constrain(grammars)
         self._second_mesh.constrain(grammars)
 
-    async def move_some(self) -> None:
+    async def move_some(self, *, both_ways: bool = False) -> None:
         """Until cancelled."""
         while True:
-            for key in list(self.first._state.groups):
-                self.first.migrate_out(key)
+            for worker in (self.first, self.second) if both_ways else (self.first,):
+                for key in list(worker._state.groups):
+                    worker.migrate_out(key)
             await asyncio.sleep(0.005)
+
+    @property
+    def moved(self) -> int:
+        return sum(one.counters["sequences_moved"] for one in (self.first, self.second))
 
     async def die_when_busy(self, tokens: int = 0) -> int:
         """The second one dies as soon as several sequences with so many tokens run there; how many
