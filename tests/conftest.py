@@ -54,6 +54,13 @@ def pytest_collection_finish() -> None:
     gc.enable()
 
 
+@pytest.fixture(scope="module")
+def few_objects() -> None:
+    """For modules that collect garbage in many tests: collections look at new objects alone."""
+    gc.collect()
+    gc.freeze()
+
+
 _memory = Memory()
 
 

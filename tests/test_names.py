@@ -8,9 +8,13 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parent.parent
 SHIPPED = ("jdisagg", "models", "launch", "configs", "tools")
 MOST_PARAMETERS = 7
+
+pytestmark = pytest.mark.ci
 
 
 @cache

@@ -36,6 +36,8 @@ from jdisagg.telemetry import Counters
 from tests.fakes.cluster import ToyText, toy_request
 from tests.fakes.virtual_time import VirtualClock, run_virtually
 
+pytestmark = pytest.mark.usefixtures("few_objects")
+
 
 class Workers:
     """Both ports. The decode side preempts child 0, just before or just after the prefill

@@ -32,3 +32,8 @@ def pair(loopback: Loopback, memories: tuple[Memories, Memories]) -> Iterator[Pa
 @pytest.fixture
 def ends(pair: Pair) -> Ends:
     return pair.ends
+
+
+@pytest.fixture(scope="module", autouse=True)
+def collected_alone(few_objects: None) -> None:
+    """Many tests of channels wait until arrays are collected."""
