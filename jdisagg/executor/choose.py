@@ -52,14 +52,17 @@ def logits(
     stem: Stem, y_BD: jax.Array, shards: Shards, vocabulary: int, *, apart: bool = False
 ) -> jax.Array:
     """Returns the logits from activations after the final norm, [B, V]. If `choose` follows in the
-    same program, `apart` gives each device of tp only its share of the rows, if B is a multiple of
-    tp."""
-    apart = apart and y_BD.shape[0] % devices_of(shards.tp) == 0
+    same program, `apart` gives each device of tp only its share of the rows, if they have shares.
+    """
+    apart = apart and _share(len(y_BD), shards.tp) is not None
     return stem.project(y_BD, shards, apart=apart)[:, :vocabulary]
 
 
-def devices_of(axes: tuple[str, ...]) -> int:
-    return lax.axis_size(axes) if axes else 1
+def _share(rows: int, tp: tuple[str, ...]) -> int | None:
+    """Returns the number of rows for which each device of tp chooses, or None if each chooses for
+    all, because `rows` is not a multiple of tp."""
+    size, left = divmod(rows, lax.axis_size(tp)) if tp else (rows, 0)
+    return None if left or size == rows else size
 
 
 class RowsToChoose(NamedTuple):
@@ -86,17 +89,15 @@ def choose(
     counts: Callable[[], jax.Array],
     shards: Shards,
 ) -> Chosen:
-    """Chooses a token for each active row. The devices of tp share the rows if B is a multiple of
-    tp.
+    """Chooses a token for each active row. The devices of tp share the rows (`_share`).
 
     Args:
         logits_BV: Logits of all rows, or of this device's share of them.
         counts: Function that returns the counts of the tokens in each row's sequence, [B, V]. It is
             called inside the condition, so that its operations do not run if no row needs them.
     """
-    parts = devices_of(shards.tp)
-    size, left = divmod(len(rows.ints), parts)
-    if parts == 1 or left:
+    size = _share(len(rows.ints), shards.tp)
+    if size is None:
         return _choose(form, logits_BV, rows, counts, shards.platform)
     first = lax.axis_index(shards.tp) * size
 
