@@ -353,7 +353,8 @@ def print_counts(case: Case, parser: argparse.ArgumentParser) -> None:
     seconds: list[float] = []
 
     def shown(counted: Counted | Copied) -> None:
-        seconds.append(getattr(counted, "compile_seconds", 0.0))
+        if isinstance(counted, Counted):
+            seconds.append(counted.compile_seconds)
         print(json.dumps({**asdict(counted), **which}), flush=True)
 
     try:
