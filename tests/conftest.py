@@ -25,7 +25,7 @@ from hypothesis import settings  # noqa: E402
 
 from tests.cost import Cost  # noqa: E402
 from tests.lanes import sort_into_lanes, without_jax  # noqa: E402
-from tests.memory import Memory  # noqa: E402
+from tests.memory import Memory, set_aside  # noqa: E402
 from tests.programs import forget_unused  # noqa: E402
 
 settings.register_profile("untimed", deadline=None)  # no test asserts a time
@@ -49,16 +49,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_collection_finish() -> None:
     """What was imported and collected stays to the end: a collection of garbage that looked at it
     would take half a second."""
-    gc.collect()
-    gc.freeze()
+    set_aside()
     gc.enable()
 
 
 @pytest.fixture(scope="module")
 def few_objects() -> None:
-    """For modules that collect garbage in many tests: collections look at new objects alone."""
-    gc.collect()
-    gc.freeze()
+    """For modules that collect garbage in many tests."""
+    set_aside()
 
 
 _memory = Memory()

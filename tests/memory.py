@@ -12,6 +12,12 @@ MUCH = 2 * 2**30  # bytes; a test may need half a gigabyte on top
 also_dropped: list[Callable[[], object]] = []  # what else keeps executables
 
 
+def set_aside() -> None:
+    """Collections of garbage that come later look at new objects alone."""
+    gc.collect()
+    gc.freeze()
+
+
 class Memory:
     """JAX's caches keep executables and their constants after all other references are gone, and
     the allocator keeps freed memory."""
@@ -25,11 +31,11 @@ class Memory:
             return
         for drop in also_dropped:
             drop()
+        gc.unfreeze()  # what was set aside may be garbage by now
         gc.collect()
         if jax := sys.modules.get("jax"):
             jax.clear_caches()
-        gc.collect()
-        gc.freeze()
+        set_aside()
         if sys.platform == "linux":
             ctypes.CDLL("libc.so.6").malloc_trim(0)
         self._bound = max(MUCH, 1.2 * psutil.Process().memory_info().rss)
