@@ -21,11 +21,11 @@ from jdisagg.executor.mesh_executor import MeshExecutor
 from jdisagg.executor.programs import Programs
 from jdisagg.layout.axes import Layout
 from jdisagg.layout.platforms import traits_of
+from tests.checkpoints import GOLDEN as GOLDEN  # re-exported
+from tests.checkpoints import LLAMA as LLAMA
+from tests.checkpoints import MOE as MOE
+from tests.checkpoints import TINY as TINY
 from tests.memory import also_dropped
-
-ROOT = Path(__file__).resolve().parents[1]
-TINY, GOLDEN = ROOT / "models" / "tiny", ROOT / "tests" / "golden"
-LLAMA, MOE = TINY / "llama", TINY / "qwen3_moe"
 
 PREFILL, DECODE, ONE = "tp=2", "dp=2", "tp=1"
 PREFILL_PAGE, DECODE_PAGE, CHUNK, SLOTS, CONTEXT, LAYER_GROUPS = 16, 8, 64, 4, 512, 2

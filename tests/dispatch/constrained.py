@@ -1,6 +1,5 @@
 """Requests with grammars."""
 
-import asyncio
 import json
 import re
 
@@ -45,11 +44,8 @@ def requests(count: int) -> list[Request]:
 
 async def follow(fleet: Fleet, asked: list[Request]) -> None:
     """Streams all at once; each is the undisturbed one, and what its grammar says."""
-    answers = await asyncio.gather(*(fleet.collect(request) for request in asked))
-    ended = 0
-    for request, answer in zip(asked, answers, strict=True):
-        fleet.check(request, answer)
-        ended += follows(request, answer)
+    answers = await fleet.collect_all(asked)
+    ended = sum(map(follows, asked, answers))
     assert ended > len(asked) / 3, "hardly an answer was whole"
 
 

@@ -13,6 +13,7 @@ from jdisagg.scheduler import speculation
 from jdisagg.scheduler.executor import MeshLimits
 from jdisagg.scheduler.sequences import Sequence
 from tests.dispatch.constrained import requests as with_grammars
+from tests.dispatch.deaths import outlive
 from tests.fakes.cluster import Fleet, toy_request
 from tests.fakes.fake_executor import Costs, toy_limits
 from tests.fakes.toy_model import expected_tokens
@@ -71,10 +72,6 @@ def requests(count: int) -> list[Request]:
     return [*free, *with_grammars(count)]
 
 
-async def follow(fleet: Fleet, asked: list[Request]) -> None:
-    await fleet.collect_all(asked)
-
-
 def verified(fleet: Fleet) -> tuple[int, int]:
     """Drafts that were accepted and rejected, as the meshes saw it."""
     meshes = [
@@ -85,7 +82,7 @@ def verified(fleet: Fleet) -> tuple[int, int]:
 
 async def test_a_disturbed_fleet_gives_every_stream_and_drafts_were_accepted_and_rejected() -> None:
     async with Fleet(decode=limits(300, 16), wire=True) as fleet:
-        streams = asyncio.create_task(follow(fleet, requests(6)))
+        streams = asyncio.create_task(fleet.collect_all(requests(6)))
         await asyncio.sleep(0.1)
         await fleet.decode_worker("decode0").drain(30.0)
         await streams
@@ -100,19 +97,13 @@ async def test_a_disturbed_fleet_gives_every_stream_and_drafts_were_accepted_and
 async def test_streams_go_on_when_a_worker_dies(name: str, seconds: float) -> None:
     costs = Costs(prefill_token=1e-3, pull=0.02)
     async with Fleet(decode=limits(), costs=costs) as fleet:
-        streams = asyncio.create_task(follow(fleet, requests(6)))
-        await asyncio.sleep(seconds)
-        await fleet.kill(name)
-        await streams
-        counters = fleet.path.counters
-        assert counters["sources_replaced"] + counters["attempts_failed"] > 0
-        await fleet.check_quiet(settle_seconds=10.0)
+        await outlive(fleet, fleet.collect_all(requests(6)), name, seconds)
 
 
 async def test_too_few_pages_cut_drafts_and_change_no_stream() -> None:
     decode = limits(40, 8)
     async with Fleet(decodes=1, decode=decode, growth_tokens=1) as fleet:
-        await follow(fleet, requests(8))
+        await fleet.collect_all(requests(8))
         worker = fleet.decode_worker("decode0")
         status = await worker.status()
         assert status.preemptions > 0 and 0 < status.accepted_tokens < status.drafted_tokens

@@ -6,6 +6,7 @@ import asyncio
 import pytest
 
 from tests.dispatch.constrained import follow, requests
+from tests.dispatch.deaths import outlive
 from tests.fakes.cluster import Fleet
 from tests.fakes.fake_executor import Costs, toy_limits
 
@@ -37,13 +38,7 @@ async def test_sequences_that_move_to_another_decode_worker_follow_their_grammar
 )
 async def test_sequences_whose_worker_dies_follow_their_grammars(name: str, seconds: float) -> None:
     async with Fleet(costs=Costs(prefill_token=1e-3, pull=0.02)) as fleet:
-        streams = asyncio.create_task(follow(fleet, requests(9)))
-        await asyncio.sleep(seconds)
-        await fleet.kill(name)
-        await streams
-        counters = fleet.path.counters
-        assert counters["sources_replaced"] + counters["attempts_failed"] > 0
-        await fleet.check_quiet(settle_seconds=10.0)
+        await outlive(fleet, follow(fleet, requests(9)), name, seconds)
 
 
 async def test_preempted_sequences_follow_their_grammars() -> None:

@@ -12,22 +12,10 @@ from jdisagg.layout.axes import Layout
 from jdisagg.messages.registry import ModelCard, WorkerCard
 from jdisagg.messages.worker_status import WorkerRole, WorkerStatus
 from jdisagg.timeouts import DEFAULT_TIMEOUTS
+from tests.fakes.manual_clock import ManualClock
 
 TIMEOUTS = DEFAULT_TIMEOUTS.membership
 MODEL = ModelCard("llama", "llama", 512, 256, "float32", 1024, "abc")
-
-
-class HandClock:
-    """Time that the test moves by hand."""
-
-    def __init__(self) -> None:
-        self.seconds = 100.0
-
-    def now(self) -> float:
-        return self.seconds
-
-    async def sleep(self, seconds: float) -> None:
-        raise AssertionError("a roster waits for nothing")
 
 
 @dataclass
@@ -53,8 +41,8 @@ def status(name: str, role: WorkerRole = WorkerRole.DECODE, free: int = 8) -> Wo
 
 
 @pytest.fixture
-def clock() -> HandClock:
-    return HandClock()
+def clock() -> ManualClock:
+    return ManualClock(100.0)
 
 
 @pytest.fixture
@@ -63,7 +51,7 @@ def factory() -> Factory:
 
 
 @pytest.fixture
-def membership(clock: HandClock, factory: Factory) -> Membership:
+def membership(clock: ManualClock, factory: Factory) -> Membership:
     return Membership(clock, factory)
 
 
@@ -90,7 +78,7 @@ def test_ready_needs_a_worker_of_each_kind_or_a_mixed_one(membership: Membership
 
 
 def test_silence_makes_a_worker_suspect_and_then_gone_and_its_ports_are_closed(
-    membership: Membership, clock: HandClock, factory: Factory
+    membership: Membership, clock: ManualClock, factory: Factory
 ):
     membership.register(card("d", 1))
     membership.heartbeat(1, status("d"))
@@ -105,7 +93,7 @@ def test_silence_makes_a_worker_suspect_and_then_gone_and_its_ports_are_closed(
 
 
 def test_what_a_router_did_not_hear_because_it_was_stopped_is_no_silence(
-    membership: Membership, clock: HandClock, factory: Factory
+    membership: Membership, clock: ManualClock, factory: Factory
 ):
     membership.register(card("d", 1))
     membership.heartbeat(1, status("d"))
@@ -116,7 +104,7 @@ def test_what_a_router_did_not_hear_because_it_was_stopped_is_no_silence(
     assert membership.sweep() == (card("d", 1),) and factory.closed == [1], "from now on it counts"
 
 
-def test_a_heartbeat_makes_a_suspect_live_again(membership: Membership, clock: HandClock):
+def test_a_heartbeat_makes_a_suspect_live_again(membership: Membership, clock: ManualClock):
     membership.register(card("d", 1))
     clock.seconds += TIMEOUTS.suspect_seconds + 0.1
     assert membership.heartbeat(1, status("d"))
@@ -124,7 +112,7 @@ def test_a_heartbeat_makes_a_suspect_live_again(membership: Membership, clock: H
 
 
 def test_two_processes_under_one_name_do_not_displace_each_other(
-    membership: Membership, clock: HandClock, factory: Factory
+    membership: Membership, clock: ManualClock, factory: Factory
 ):
     first, second = card("d", 1, port=1), card("d", 2, port=2)
     membership.register(first)
@@ -155,7 +143,7 @@ def test_a_new_boot_id_replaces_the_old_process_and_its_ports_at_once(
 
 
 def test_what_a_worker_sent_before_it_left_can_still_be_read(
-    membership: Membership, clock: HandClock, factory: Factory
+    membership: Membership, clock: ManualClock, factory: Factory
 ):
     membership.register(card("d", 1))
     membership.heartbeat(1, status("d"))
@@ -215,7 +203,7 @@ def test_workers_may_come_and_go_while_the_views_are_iterated(membership: Member
         membership.prefill["d1"]
 
 
-def test_every_change_is_reported(clock: HandClock):
+def test_every_change_is_reported(clock: ManualClock):
     told: list[bool] = []
     membership = Membership(
         clock, lambda card: WorkerPorts(), on_change=lambda: told.append(membership.ready)

@@ -16,6 +16,7 @@ from jdisagg.messages.ports import GenerateCall, PrefillCall, PrefillReply, Span
 from jdisagg.request import AcceptedChild, Resumption
 from jdisagg.router.breaker import FAILURES
 from jdisagg.router.cluster_state import Description
+from tests.dispatch.deaths import kill_later, outlive
 from tests.dispatch.storms import mixed_requests
 from tests.fakes.cluster import Collected, Fleet, toy_request
 from tests.fakes.fake_executor import Costs, Faults, toy_limits
@@ -28,11 +29,6 @@ from tests.router.fleets import H100
 SLOW = Costs(prefill_token=1e-3, pull=0.02)
 
 
-async def kill_later(fleet: Fleet, name: str, seconds: float) -> None:
-    await asyncio.sleep(seconds)
-    await fleet.kill(name)
-
-
 @pytest.mark.parametrize("wire", [False, True])
 @pytest.mark.parametrize(
     ("name", "seconds"),
@@ -43,12 +39,7 @@ async def test_a_dead_worker_ends_no_stream_while_another_lives(
     name: str, seconds: float, wire: bool
 ) -> None:
     async with Fleet(costs=SLOW, wire=wire) as fleet:
-        await asyncio.gather(
-            fleet.collect_all(mixed_requests(10)), kill_later(fleet, name, seconds)
-        )
-        counters = fleet.path.counters
-        assert counters["sources_replaced"] + counters["attempts_failed"] > 0, "the death was felt"
-        await fleet.check_quiet(settle_seconds=10.0)
+        await outlive(fleet, fleet.collect_all(mixed_requests(10)), name, seconds)
 
 
 async def test_what_has_come_of_a_dead_prefill_workers_kv_is_kept_and_its_first_token_holds():

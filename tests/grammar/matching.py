@@ -1,7 +1,6 @@
 """What a grammar lets through over the tokenizer of the shipped model."""
 
 import random
-from pathlib import Path
 
 import numpy as np
 
@@ -10,8 +9,8 @@ from jdisagg.grammar.matcher import TokenMatcher, mask_words
 from jdisagg.request import Grammar, SamplingParams
 from launch.grammars import grammar_compiler
 from models.tokenizer import Tokenizer
+from tests.checkpoints import LLAMA as LLAMA  # re-exported
 
-LLAMA = Path(__file__).parents[2] / "models" / "tiny" / "llama"
 TOKENIZER = Tokenizer.from_directory(str(LLAMA))
 EOS = TOKENIZER.eos_ids
 WORDS = mask_words(1280)

@@ -29,15 +29,9 @@ from jdisagg.messages.weights import (
 )
 from jdisagg.messages.worker_status import WorkerStatus
 from jdisagg.telemetry import Counters
+from tests.fakes.manual_clock import ManualClock
 from tests.service.doors import STATUS
 from tests.service.http_doors import HttpDoor, http_door
-
-
-class HandClock:
-    seconds = 0.0
-
-    def now(self) -> float:
-        return self.seconds
 
 
 @dataclass
@@ -268,9 +262,9 @@ async def test_a_worker_without_memory_for_two_copies_stages_while_it_sleeps_and
     assert not served.decode.asleep
 
 
-def watching(served: Served) -> tuple[WeightsControl, HandClock]:
+def watching(served: Served) -> tuple[WeightsControl, ManualClock]:
     """Controls weights of workers whose statuses it sees, on a clock that stands still."""
-    workers, clock, path = (served.decode, served.prefill), HandClock(), served.path
+    workers, clock, path = (served.decode, served.prefill), ManualClock(), served.path
     path.cluster = replace(path.cluster, statuses=lambda: [one.said() for one in workers])
     return WeightsControl(path, clock, Counters()), clock
 

@@ -4,7 +4,6 @@ characters of several tokens, streamed, whole and echoed, in chats, completions 
 import json
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +13,7 @@ from jdisagg.dispatch.token_stream import TokenStream
 from jdisagg.request import FinishReason, Request, StreamEvent, TokenLogprobs, Usage
 from jdisagg.service.server import GenerationServer
 from models.tokenizer import Tokenizer
+from tests.checkpoints import LLAMA
 from tests.service.doors import (
     EOS,
     MODEL,
@@ -33,7 +33,6 @@ from tests.service.http_doors import (
     running,
 )
 
-LLAMA = Path(__file__).parents[3] / "models" / "tiny" / "llama"
 TEXT = "aé漢😀 b\n"
 PARTS = TEXT.encode()
 
