@@ -217,7 +217,7 @@ class StreamOptions(Form):
     continuous_usage_stats: bool = False
 
 
-class Generation(Form):
+class GenerationFields(Form):
     """Fields of every request for an answer."""
 
     refused = REFUSED
@@ -250,7 +250,7 @@ class Generation(Form):
         return (self.stream_options or StreamOptions()) if self.stream else None
 
 
-class Resumption(Form):
+class ResumptionFields(Form):
     life: int
     number: int = 0
     event_ids: str | list[str] | None = None
@@ -268,20 +268,20 @@ class Prompts(Form):
     add_special_tokens: bool = True
 
 
-class Completion(Form):
+class CompletionFields(Form):
     """Fields of /v1/completions alone."""
 
     logprobs: Annotated[int | bool, FieldKind("an integer", _count)] | None = None
     echo: bool = False
-    resumption: Resumption | None = None
+    resumption: ResumptionFields | None = None
 
 
-class Chat(Form):
+class ChatFields(Form):
     """Fields of /v1/chat/completions alone."""
 
     logprobs: bool = False
     top_logprobs: int = 0
-    resumption: Resumption | None = None
+    resumption: ResumptionFields | None = None
 
 
 class Reasoning(Form):
@@ -334,7 +334,7 @@ class Called(Form):
     arguments: Arguments = ""
 
 
-class Message(Form):
+class MessageFields(Form):
     """One message of a chat."""
 
     refused = {"audio": (([],), "only text is supported; put it into content")}
@@ -368,7 +368,7 @@ REFUSED_WITHOUT_STORE: Refused = {
 }
 
 
-class Response(Form):
+class ResponseFields(Form):
     """Fields of /v1/responses alone."""
 
     refused = {
@@ -410,7 +410,7 @@ class MessagesPrompt(Form):
     output_config: Fields | None = None
 
 
-class Messages(Form):
+class MessagesFields(Form):
     """Fields of /v1/messages alone."""
 
     refused = {
@@ -433,7 +433,7 @@ class MessagesTool(Form):
     strict: bool = False
 
 
-class Model(Form):
+class ModelFields(Form):
     model: str = ""
 
 

@@ -11,7 +11,7 @@ import msgspec
 from jdisagg.chat.images import ChatImage, image_of_url, stated_image
 from jdisagg.chat.messages import ChatMessage, ChatPrompt, ChatTool, Content, ToolCall, ToolChoice
 from jdisagg.errors import InvalidRequestError
-from jdisagg.service.http.bodies import Called, Function, Message, Template, TemplateArguments
+from jdisagg.service.http.bodies import Called, Function, MessageFields, Template, TemplateArguments
 from jdisagg.service.http.fields import (
     ANYTHING,
     TEXT,
@@ -104,7 +104,7 @@ def _thinking(fields: Fields, adaptive: bool | None) -> bool | None:
 def chat_message(message: Fields) -> ChatMessage:
     """Reads one message. Text parts stay separate, because some chat templates render each part
     separately."""
-    given = message.fill(Message)
+    given = message.fill(MessageFields)
     content, thoughts = _content_of(message)
     for name in ("reasoning_content", "reasoning"):
         thoughts = thoughts or text_of(message, name)

@@ -10,7 +10,7 @@ from dataclasses import replace
 from jdisagg.chat.images import ChatImage
 from jdisagg.chat.messages import ChatMessage, ChatPrompt, ChatTool, Content, ToolCall, ToolChoice
 from jdisagg.errors import InvalidRequestError
-from jdisagg.service.http.bodies import Messages, MessagesPrompt, MessagesTool
+from jdisagg.service.http.bodies import MessagesFields, MessagesPrompt, MessagesTool
 from jdisagg.service.http.chat import OfferedTools, image_part, template_arguments, without_hosted
 from jdisagg.service.http.fields import INTEGER, TEXT, TEXT_OR_JSON, YES, Fields, begins
 from jdisagg.service.http.grammar import MESSAGE_OUTPUT, grammar_of_message
@@ -25,7 +25,7 @@ _KINDS = "text, image, document, search_result, thinking, tool_use or tool_resul
 
 def message_from(fields: Fields) -> Asked:
     """Raises InvalidRequestError, which names the invalid field."""
-    own, options = fields.fill(Messages), sampling_options(fields)
+    own, options = fields.fill(MessagesFields), sampling_options(fields)
     stops = options.get("stop"), own.stop_sequences
     texts = [[one] if isinstance(one, str) else [*one] for one in stops if one is not None]
     options["stop"] = sum(texts, list[str]()) if texts else None

@@ -18,17 +18,17 @@ Json = dict[str, object]
 Forms = tuple[type[Form], ...]
 
 _TEXT: Json = {"type": "string"}
-_GENERATION = (bodies.Generation, bodies.Sampling, bodies.Restriction, bodies.Guided)
+_GENERATION = (bodies.GenerationFields, bodies.Sampling, bodies.Restriction, bodies.Guided)
 _CHAT = (bodies.Template, bodies.TemplateArguments)
 _MESSAGES = (bodies.MessagesPrompt, bodies.TemplateArguments)
-_OF_CHATS = (*_CHAT, *_GENERATION, bodies.Most, bodies.Chat)
-_OF_RESPONSES = (*_GENERATION, bodies.Response, bodies.TemplateArguments, bodies.Most)
+_OF_CHATS = (*_CHAT, *_GENERATION, bodies.Most, bodies.ChatFields)
+_OF_RESPONSES = (*_GENERATION, bodies.ResponseFields, bodies.TemplateArguments, bodies.Most)
 # For each path and method: a summary, and the forms of the request.
 _PATHS: dict[str, dict[str, tuple[str, Forms]]] = {
     "/v1/completions": {
         "post": (
             "Completes prompts.",
-            (*_GENERATION, bodies.Prompts, bodies.Most, bodies.Completion),
+            (*_GENERATION, bodies.Prompts, bodies.Most, bodies.CompletionFields),
         )
     },
     "/v1/chat/completions": {"post": ("Answers a chat.", _OF_CHATS)},
@@ -48,11 +48,11 @@ _PATHS: dict[str, dict[str, tuple[str, Forms]]] = {
     "/v1/messages": {
         "post": (
             "Answers in the form of Anthropic's API.",
-            (*_MESSAGES, *_GENERATION, bodies.Messages),
+            (*_MESSAGES, *_GENERATION, bodies.MessagesFields),
         )
     },
     "/v1/messages/count_tokens": {
-        "post": ("Counts the input tokens of a message.", (*_MESSAGES, bodies.Model))
+        "post": ("Counts the input tokens of a message.", (*_MESSAGES, bodies.ModelFields))
     },
     "/v1/models": {"get": ("Lists the served model and its adapters.", ())},
     "/v1/models/{name}": {"get": ("Describes the served model or an adapter.", ())},
@@ -64,14 +64,16 @@ _PATHS: dict[str, dict[str, tuple[str, Forms]]] = {
     "/sleep": {"post": ("Frees weights and pages of workers.", (bodies.Sleep, bodies.Wake))},
     "/wake_up": {"post": ("Ends the sleep of workers.", (bodies.Wake,))},
     "/is_sleeping": {"get": ("States whether all workers sleep.", ())},
-    "/v1/embeddings": {"post": ("Is refused: no embedding model is served.", (bodies.Model,))},
+    "/v1/embeddings": {
+        "post": ("Is refused: no embedding model is served.", (bodies.ModelFields,))
+    },
     "/tokenize": {
         "post": (
             "Converts a prompt or a chat to tokens.",
-            (bodies.Model, bodies.Prompts, *_CHAT, bodies.Tokenize),
+            (bodies.ModelFields, bodies.Prompts, *_CHAT, bodies.Tokenize),
         )
     },
-    "/detokenize": {"post": ("Converts tokens to text.", (bodies.Model, bodies.Detokenize))},
+    "/detokenize": {"post": ("Converts tokens to text.", (bodies.ModelFields, bodies.Detokenize))},
     "/metrics": {"get": ("Metrics in Prometheus' text format.", ())},
     "/version": {"get": ("The server's version.", ())},
     "/health": {
@@ -148,7 +150,7 @@ def _components(forms: Iterable[type[Form]]) -> dict[str, dict[str, Any]]:
 
 def _operation(path: str, summary: str, forms: Forms) -> Json:
     replies: Json = {"application/json": {"schema": {"type": "object"}}}
-    if bodies.Generation in forms and path in _STREAMED:
+    if bodies.GenerationFields in forms and path in _STREAMED:
         replies["text/event-stream"] = {"schema": _TEXT}
     error = {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}
     made: Json = {

@@ -14,12 +14,12 @@ from jdisagg.errors import InvalidRequestError
 from jdisagg.request import MAX_SEED, SamplingOptions, at_most
 from jdisagg.service.grpc.wire_generation import MAX_IDS
 from jdisagg.service.http.bodies import (
-    Chat,
-    Completion,
-    Generation,
+    ChatFields,
+    CompletionFields,
+    GenerationFields,
     Most,
     Prompts,
-    Resumption,
+    ResumptionFields,
     Sampling,
 )
 from jdisagg.service.http.chat import chat_prompt
@@ -65,7 +65,7 @@ class Asked:
 
     prompts: tuple[Prompt, ...]
     options: SamplingOptions
-    sent: Generation
+    sent: GenerationFields
     echo: bool = False
     of_prompt: OfPrompt = OfPrompt()
     answerless: bool = False
@@ -78,7 +78,7 @@ class Asked:
 
 def completion_from(fields: Fields) -> Asked:
     """Raises InvalidRequestError, which names the invalid field."""
-    options, own = sampling_options(fields), fields.fill(Completion)
+    options, own = sampling_options(fields), fields.fill(CompletionFields)
     options["max_tokens"] = most = most_tokens(fields)
     options["logprobs"], echo = own.logprobs, own.echo
     told, scored = options.get("prompt_logprobs"), own.logprobs if echo else None
@@ -100,7 +100,7 @@ def completion_from(fields: Fields) -> Asked:
 
 def chat_from(fields: Fields) -> Asked:
     """Raises InvalidRequestError, which names the invalid field."""
-    options, own = sampling_options(fields), fields.fill(Chat)
+    options, own = sampling_options(fields), fields.fill(ChatFields)
     options["max_tokens"] = most_tokens(fields)
     if own.logprobs:
         options["logprobs"] = own.top_logprobs
@@ -112,7 +112,9 @@ def chat_from(fields: Fields) -> Asked:
     return replace(asked, resumed=_resumed(fields, options, own.resumption))
 
 
-def _resumed(fields: Fields, options: SamplingOptions, given: Resumption | None) -> Resumed | None:
+def _resumed(
+    fields: Fields, options: SamplingOptions, given: ResumptionFields | None
+) -> Resumed | None:
     resumed = resumed_from(fields, given, options.get("n"))
     for name in ("prompt_logprobs", "logprobs"):
         if resumed is not None and options.get(name) is not None:
@@ -187,7 +189,7 @@ def asked_from(
     fields: Fields, prompts: tuple[Prompt, ...], options: SamplingOptions, echo: bool = False
 ) -> Asked:
     """`echo` is whether the reply's text begins with the prompt."""
-    sent = fields.fill(Generation)
+    sent = fields.fill(GenerationFields)
     if sent.stream_options is not None and not sent.stream:
         raise InvalidRequestError("stream_options needs stream; set stream to true")
     if sent.best_of not in (None, -1, options.get("n") or 1):

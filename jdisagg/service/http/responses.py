@@ -13,7 +13,7 @@ from jdisagg.chat.messages import MAX_TOOLS, ChatMessage, ChatPrompt, ToolCall
 from jdisagg.errors import InvalidRequestError
 from jdisagg.request import at_most
 from jdisagg.service.grpc.wire_chat import MAX_MESSAGES
-from jdisagg.service.http.bodies import REFUSED_WITHOUT_STORE, Response
+from jdisagg.service.http.bodies import REFUSED_WITHOUT_STORE, ResponseFields
 from jdisagg.service.http.chat import (
     OfferedTools,
     chat_message,
@@ -62,7 +62,7 @@ def response_from(
     """
     if store is None:
         fields.refuse(REFUSED_WITHOUT_STORE)
-    own = fields.fill(Response)
+    own = fields.fill(ResponseFields)
     history = _History([ChatMessage("system", own.instructions)] if own.instructions else [])
     items = _items(fields, own, store, history)
     fields.leave_out(*(f"input.{kind}" for kind in dict.fromkeys(history.left_out)))
@@ -95,7 +95,9 @@ class _History:
     left_out: list[str] = field(default_factory=list)
 
 
-def _items(fields: Fields, own: Response, store: ResponseStore | None, history: _History) -> Items:
+def _items(
+    fields: Fields, own: ResponseFields, store: ResponseStore | None, history: _History
+) -> Items:
     earlier: Items = ()
     if store is not None and (previous := own.previous_response_id):
         kept = store.find(previous)
@@ -142,7 +144,7 @@ def _referred(reference: Fields, store: ResponseStore | None, earlier: Items) ->
 
 
 def _chat(
-    fields: Fields, own: Response, messages: tuple[ChatMessage, ...], offered: OfferedTools
+    fields: Fields, own: ResponseFields, messages: tuple[ChatMessage, ...], offered: OfferedTools
 ) -> ChatPrompt:
     effort = own.reasoning and own.reasoning.read("effort", TEXT)
     return ChatPrompt(

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from jdisagg.errors import InvalidRequestError
 from jdisagg.request import MAX_N, AcceptedChild, FinishReason, Resumption, StreamEvent
-from jdisagg.service.http import bodies
+from jdisagg.service.http.bodies import ResumptionFields
 from jdisagg.service.http.fields import Fields
 
 MAX_LIFE = 2**63 - 1
@@ -46,7 +46,7 @@ class Resumed:
 
 
 def resumed_from(
-    fields: Fields, given: bodies.Resumption | None, children: int | None
+    fields: Fields, given: ResumptionFields | None, children: int | None
 ) -> Resumed | None:
     """Raises InvalidRequestError if the field is invalid, or a field that it needs is missing."""
     if given is None:

@@ -21,7 +21,7 @@ from jdisagg.request import Adapter
 from jdisagg.service.http.bodies import (
     Detokenize,
     LoadAdapter,
-    Model,
+    ModelFields,
     Sleep,
     Tokenize,
     UnloadAdapter,
@@ -260,7 +260,7 @@ class HttpRoutes:
 
     async def _fields(self, exchange: Exchange) -> Fields:
         fields = await self._body(exchange)
-        check_model(fields.fill(Model).model, self._frontend)
+        check_model(fields.fill(ModelFields).model, self._frontend)
         return fields
 
     async def _metrics(self, exchange: Exchange) -> None:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from jdisagg.config import ServiceConfig
 from jdisagg.service.http.openapi import openapi_json
 from tests.service.chats import SCHEMA, TEMPLATE, WEATHER
-from tests.service.http.test_request_fields import TEMPLATE as SHOWN
+from tests.service.http.request_fields import TEMPLATE as SHOWN
 from tests.service.http_doors import CHATS, HI, MESSAGES, USUAL, HttpDoor, http_door
 
 ASK: dict[str, dict[str, Any]] = USUAL | {
