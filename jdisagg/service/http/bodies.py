@@ -11,7 +11,7 @@ without effect, such as 1 for a factor, is accepted. Known fields that have no m
 are ignored. Unknown fields are ignored too, and a header of the reply lists them."""
 
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
 import msgspec
 from msgspec import Meta
@@ -147,7 +147,7 @@ Contents = Annotated[str | Objects, BY_HAND]
 Choice = Annotated[str | dict[str, object], BY_HAND]
 Tools = Annotated[list[Fields], Meta(max_length=MAX_TOOLS)]
 JsonSchema = Annotated[str | dict[str, object], SCHEMA]
-Arguments = Annotated[str | dict[str, object], TEXT_OR_JSON]
+Arguments = Annotated[str, TEXT_OR_JSON]
 
 # Parameters of sampling whose form differs between APIs.
 _OWN = ("max_tokens", "logprobs", "grammar")
@@ -161,15 +161,23 @@ _TYPES: dict[object, Any] = {
 }
 
 
+def _form(
+    name: str, fields: list[tuple[str, Any, object]], refused: Refused | None = None
+) -> type[Form]:
+    made = msgspec.defstruct(name, fields, bases=(Form,), namespace={"refused": refused or {}})
+    return cast("type[Form]", made)
+
+
 def sampling_form(*declared: type) -> type[Form]:
     """Returns the form of the sampling parameters that the fields of `declared` declare."""
-    fields: list[tuple[str, Any, None]] = []
+    fields: list[tuple[str, Any, object]] = []
     for name, (kind, rule) in (one for some in declared for one in parameters_of(some).items()):
         low, high = _LOWEST.get(name, rule.low), None if rule.low is None else rule.high
         meta = Meta(description=rule.help, ge=low, le=high)
+        annotated: Any = Annotated[_TYPES.get(kind, kind), meta]
         if name not in _OWN:
-            fields.append((name, Annotated[_TYPES.get(kind, kind), meta] | None, None))
-    return msgspec.defstruct("Sampling", fields, bases=(Form,), frozen=True)
+            fields.append((name, annotated | None, None))
+    return _form("Sampling", fields)
 
 
 Sampling = sampling_form(SamplingParams, SamplingOptions)
@@ -187,18 +195,16 @@ class Structured(Form):
     grammar: str | None = None
     choice: list[str] | None = None
     json_object: bool = False
-    structural_tag: Annotated[str | dict[str, object], _TAG] | None = None
+    structural_tag: Annotated[Any, _TAG] | None = None
     disable_any_whitespace: bool = False
 
 
 GUIDED = "guided_"
 # vLLM's older fields, with the same values.
-Guided = msgspec.defstruct(
+Guided = _form(
     "Guided",
     [(GUIDED + one.name, one.type, one.default) for one in msgspec.structs.fields(Structured)],
-    bases=(Form,),
-    namespace={"refused": {GUIDED + name: rule for name, rule in Structured.refused.items()}},
-    frozen=True,
+    {GUIDED + name: rule for name, rule in Structured.refused.items()},
 )
 
 
@@ -206,7 +212,7 @@ class Restriction(Form):
     """What restricts the answer. The last three fields are SGLang's."""
 
     response_format: Fields | None = None
-    structured_outputs: Structured = Structured()
+    structured_outputs: Structured | None = None
     regex: str | None = None
     json_schema: JsonSchema | None = None
     ebnf: str | None = None
@@ -320,7 +326,7 @@ class Template(Form):
     add_generation_prompt: bool | None = None
     continue_final_message: bool = False
     documents: Annotated[Objects, _DOCUMENTS] | None = None
-    reasoning: Reasoning = Reasoning()
+    reasoning: Reasoning | None = None
     reasoning_effort: str | None = None
     tools: Tools = []
     tool_choice: Choice | None = None
@@ -384,7 +390,7 @@ class ResponseFields(Form):
         "previous_input_messages": (([],), "send the conversation as input"),
     }
     ignored = ("max_tool_calls",)
-    input: Annotated[str | Objects, _INPUT]
+    input: Annotated[str | list[dict[str, msgspec.Raw]], _INPUT]
     instructions: str = ""
     previous_response_id: str = ""
     store: Annotated[bool, BY_HAND] | None = None

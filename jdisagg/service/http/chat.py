@@ -11,7 +11,14 @@ import msgspec
 from jdisagg.chat.images import ChatImage, image_of_url, stated_image
 from jdisagg.chat.messages import ChatMessage, ChatPrompt, ChatTool, Content, ToolCall, ToolChoice
 from jdisagg.errors import InvalidRequestError
-from jdisagg.service.http.bodies import Called, Function, MessageFields, Template, TemplateArguments
+from jdisagg.service.http.bodies import (
+    Called,
+    Function,
+    MessageFields,
+    Reasoning,
+    Template,
+    TemplateArguments,
+)
 from jdisagg.service.http.fields import (
     ANYTHING,
     TEXT,
@@ -46,10 +53,11 @@ _ROLES = {"developer": "system", "function": "tool"}
 def chat_prompt(fields: Fields) -> ChatPrompt:
     asked = fields.fill(Template)
     goes_on, answers = asked.continue_final_message, asked.add_generation_prompt
-    arguments = template_arguments(fields, asked.reasoning_effort or asked.reasoning.effort)
-    if asked.reasoning_effort and asked.reasoning.effort is not None:
+    reasoning = asked.reasoning or Reasoning()
+    arguments = template_arguments(fields, asked.reasoning_effort or reasoning.effort)
+    if asked.reasoning_effort and reasoning.effort is not None:
         fields.leave_out("reasoning.effort")
-    if (thinks := asked.reasoning.enabled) is not None:
+    if (thinks := reasoning.enabled) is not None:
         arguments = dict.fromkeys(_SWITCHES, thinks) | arguments
     if asked.documents is not None:
         arguments.setdefault("documents", asked.documents)

@@ -126,7 +126,7 @@ _KINDS: dict[object, FieldKind[Any]] = {
 }
 
 
-class Form(msgspec.Struct, frozen=True):
+class Form(msgspec.Struct):
     """Fields of a JSON object. A field that a `FieldKind` annotates is decoded by it. A nested form
     without any field counts as absent.
 

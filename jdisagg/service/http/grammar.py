@@ -53,9 +53,10 @@ def grammar_from(fields: Fields) -> Grammar | None:
     two fields set a grammar."""
     with named_as_sent(fields):
         given = fields.fill(Restriction)
+        nested = given.structured_outputs or Structured()
         found = {
             RESPONSE_FORMAT: _of_format(fields.part(RESPONSE_FORMAT), nested=True),
-            STRUCTURED_OUTPUTS: _of_structured(given.structured_outputs, "structured_outputs."),
+            STRUCTURED_OUTPUTS: _of_structured(nested, f"{STRUCTURED_OUTPUTS}."),
             GUIDED: _of_structured(_guided(fields), GUIDED),
         }
         for name, kind in _OF_SGLANG.items():
