@@ -44,8 +44,7 @@ Read = Callable[[tuple[int, ...]], Awaitable[tuple[int, ...]]]
 
 
 class HostTier(KvSource):
-    """Host memory as a source of cached blocks (`KvSource`). `ready`: function that returns whether
-    the programs that copy blocks are loaded. Until they are, no block is copied."""
+    """Host memory as a source of cached blocks (`KvSource`)."""
 
     name: Origin = "host"
     most_restores = 4

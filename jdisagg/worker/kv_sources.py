@@ -247,10 +247,6 @@ class KvSources:
     Args:
         sources: The worker's sources. If plans save equal time, an earlier source is preferred.
         may_take: Function that returns whether a restore may reserve a number of pages of a rank.
-
-    Attributes:
-        ready: Function that returns whether the programs of restores are loaded. Until they are,
-            nothing is restored.
     """
 
     def __init__(
