@@ -5,7 +5,7 @@ slots.
 leaves its full blocks in the prefix cache and returns to the queue of reservations as another
 attempt of its request, which continues its stream at the next token."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 from jdisagg.messages.worker_status import PriorityLoad
 from jdisagg.scheduler.decode_batches import DecodeBatches
@@ -31,22 +31,21 @@ class Yields:
         self._migration = migration
         self._counters = counters
 
-    def make_room(self, lease_until: float) -> list[SequenceGroup]:
-        """Returns the groups of the requests that have pages now."""
-        ready, granted = self._state.ready and not self._state.one_priority, list[SequenceGroup]()
+    def make_room(self, lease_until: float) -> Iterator[SequenceGroup]:
+        """Yields the groups of the requests that have pages now."""
+        ready = self._state.ready and not self._state.one_priority
         for last in self._batches.yielding_slots() if ready else ():
             self._preempt(last)
         while (waiting := self._reservations.pressing()) is not None:
             group = self._reservations.grant_one(waiting, lease_until)
             if group is not None:
-                granted.append(group)
+                yield group
                 continue
             last_ones = self._reservations.to_preempt(waiting)
             if not last_ones:
-                break
+                return
             for last in last_ones:
                 self._preempt(last)
-        return granted
 
     def _preempt(self, child: Sequence) -> None:
         self._migration.abort(child.group.key, "the sequence yields to a higher priority")
