@@ -50,7 +50,7 @@ from jdisagg.scheduler.host_blocks import MOST_WRITING_OF_DECODE, TierRoom
 from jdisagg.scheduler.priorities import head_start
 from jdisagg.scheduler.reservations import Reservations
 from jdisagg.scheduler.residency import Residency
-from jdisagg.scheduler.sequences import Sequence, SequenceGroup, Stage
+from jdisagg.scheduler.sequences import SequenceGroup, Stage
 from jdisagg.scheduler.step_policy import Action, StepSnapshot, next_step
 from jdisagg.worker.given_kv import GivenKv
 from jdisagg.worker.incoming_handoff import Received
@@ -61,12 +61,11 @@ from jdisagg.worker.migration import MigrationSender
 from jdisagg.worker.mixed_steps import MixedSteps
 from jdisagg.worker.outgoing_kv import OutgoingHandoff
 from jdisagg.worker.own_prefills import OwnPrefills
-from jdisagg.worker.page_grants import PageGrants
 from jdisagg.worker.page_requests import PageRequests, overdue_error
 from jdisagg.worker.peers import PeerResolver
 from jdisagg.worker.reserved_prefixes import ReservedPrefixes
 from jdisagg.worker.span_stream import SpanStream
-from jdisagg.worker.spilled_kv import SpilledKv
+from jdisagg.worker.yields import Yields
 
 MOST_MOVES = 3
 
@@ -90,7 +89,6 @@ class DecodeWorker(MeshWorker):
         self._computes = computes = mode is not Mode.DISAGGREGATED
         self._interruptible = executor if isinstance(executor, InterruptibleExecutor) else None
         state = self._state = DecodeState(mesh, context.names, self._adapters.table)
-        state.rank_bound = context.tiers.rank_bound
         self._reservations = Reservations(
             state, config.growth_tokens, config.ahead_sequences, computes=computes
         )
@@ -124,35 +122,22 @@ class DecodeWorker(MeshWorker):
         self._given = GivenKv(
             self._sources, self._outgoing, self._loop, mesh, context, counters, decodes=True
         )
-        state.give_way = self._given.give_way
-        waits = timeouts.spilled_seconds
-        self._spilled = SpilledKv(state, self._loop, mesh, context, counters, self._settle, waits)
-        self._spilled.lend = self._host.lend
-        state.spill = self._spill
-        self._grants = PageGrants(
-            state,
-            self._batches,
-            self._reservations,
-            self._spilled,
-            self._migration,
-            context.clock.now,
-            counters,
-        )
+        self._yields = Yields(state, self._batches, self._reservations, self._migration, counters)
 
     def _sources_from(self, peers: PeerResolver | None) -> KvSources:
         # blocks of models with state are restored only together with a snapshot
         kept = self._state.residency
         room = TierRoom() if kept.snapshots else self._context.tiers
-        found = self._find_sources(
-            kept, None if kept.snapshots else peers, room, MOST_WRITING_OF_DECODE
-        )
-        found.may_take = self._reservations.spares
-        return found
+        peers = None if kept.snapshots else peers
+        spares = self._reservations.spares
+        return self._find_sources(kept, peers, room, MOST_WRITING_OF_DECODE, spares)
 
     # ---- the loop
 
     def _plan(self, step: int) -> StepCommand | None:
         command = None if self._span_goes_on() else self._next_command(step)
+        while self._state.cut:
+            self._given.cut(self._state.cut.pop())
         if self._state.news:
             self._settle()
         return command
@@ -209,10 +194,11 @@ class DecodeWorker(MeshWorker):
                 self._join(group, tuple([s for s in result.samples if s.sequence == group.key]))
 
     def _settle(self) -> None:
-        self._spilled.rest()
-        seconds, serves = self._limits.reservation_lease_seconds, self._loop.failure is None
+        lease_until = self._clock.now() + self._limits.reservation_lease_seconds
+        serves = self._loop.failure is None
         if serves and (self._state.ready or self._reservations.queue):
-            self._grants.make_room(seconds, self._granted)
+            for group in self._yields.make_room(lease_until):
+                self._granted(group)
         for progress in self._state.take_news() if self._state.news else ():
             key = progress.group_key
             if (stream := self._streams.get(key)) is not None:
@@ -223,9 +209,8 @@ class DecodeWorker(MeshWorker):
                 self._migration.abort(key, "the sequence has ended")
                 self._prefills.forget(key)
                 self._prefixes.forget(key)
-        some_spilled = self._spilled.settle()
-        if serves and (self._reservations.queue or some_spilled):
-            self._grants.give_free(seconds, self._granted)
+        for group in self._reservations.grant(lease_until) if serves else ():
+            self._granted(group)
         if not self._span_goes_on():
             self._loop.wake()
         self._quiet.set()
@@ -237,13 +222,6 @@ class DecodeWorker(MeshWorker):
             kept, chain = self._state.residency, group.chain
             self._continue_from(kept, group.rank, chain, group.cached_tokens, slot)
         self._requests.grant(group)
-
-    def _spill(self, child: Sequence) -> bool:
-        if self._migration.moves(child.group) or not self._spilled.take(child):
-            return False
-        if not child.steps_count:
-            self._batches.forget(child)
-        return True
 
     def _span_goes_on(self) -> bool:
         return (
@@ -284,9 +262,13 @@ class DecodeWorker(MeshWorker):
             self._take(call)
             ticket, granted = await self._enqueue(call, arrival)
             self._settle()
+            began = self._clock.now()
             group = await self._requests.wait(ticket, granted, call.deadline_seconds)
         if not group.alive:
             raise self._not_held(ticket, call.attempt)
+        if call.aside_seconds is not None:
+            for child in group.alive:
+                child.aside_seconds = call.aside_seconds + self._clock.now() - began
         tokens = group.prompt_tokens + len(call.children[0].accepted)
         self._hold(group, call.deadline_seconds)  # a restore may outlast the lease
         try:
@@ -383,13 +365,6 @@ class DecodeWorker(MeshWorker):
                     self._state.end_child(sequence, FinishReason.CANCELLED)
         self._settle()
 
-    async def suspend(self, reservation_id: int, keep_seconds: float | None) -> None:
-        group, now = self._state.groups.get(reservation_id), self._clock.now()
-        if group is not None:
-            self._migration.abort(group.key, "the request is suspended, or goes on")
-            self._spilled.suspend(group, None if keep_seconds is None else now + keep_seconds)
-            self._settle()
-
     def migrate_out(self, reservation_id: int) -> bool:
         """Offers a running sequence to other decode workers. Until one of them has taken it over,
         it continues on this worker. Returns False if the sequence cannot migrate now."""
@@ -447,9 +422,6 @@ class DecodeWorker(MeshWorker):
         for first in firsts:
             if first.token in (BROKEN_TOKEN, STUCK_TOKEN):
                 return self.fail(group, self._unchosen(group.request, first.token))
-        if (stream := self._streams.get(group.key)) is not None:
-            tokens = len(group.known_tokens) - group.cached_tokens
-            self._spilled.prices.computed_in(tokens, self._clock.now() - stream.began_at)
         copies = self._batches.ready(
             group, firsts, self._loop.next_number(), group.handoff.deadline
         )
@@ -490,7 +462,6 @@ class DecodeWorker(MeshWorker):
     async def stop(self) -> None:
         self._given.stop()
         await super().stop()
-        self._spilled.stop()
         self._incoming.stop()
         await self._calls.stop()
 
@@ -522,7 +493,6 @@ class DecodeWorker(MeshWorker):
         return bool(self._state.groups or len(self._reservations) or self._streams or others)
 
     def _hand_on(self) -> None:
-        self._spilled.end_suspended()
         for key in list(self._state.groups):
             stream = self._streams.get(key)
             if stream is not None and stream.moves < MOST_MOVES:
@@ -542,7 +512,6 @@ class DecodeWorker(MeshWorker):
         for key, stream in list(self._streams.items()):
             if not stream.taken and stream.lease_until < now:
                 del self._streams[key]
-        self._spilled.sweep(now)
         super()._sweep(now)
         self._peers.sweep(now, self._incoming.senders())
         self._settle()
@@ -562,15 +531,15 @@ class DecodeWorker(MeshWorker):
         role = WorkerRole.MIXED if self._computes else WorkerRole.DECODE
         return msgspec.structs.replace(
             self._state.status(self.name, role, self._layout),
-            waiting=len(self._reservations) + self._spilled.spills.waiting(),
+            waiting=len(self._reservations),
             draining=self._draining,
             handoffs=len(self._incoming) + len(self._outgoing),
             queued_tokens=self._prefills.backlog.tokens,
             queued_pairs=self._prefills.backlog.pairs,
             can_prefill=self._chunk_tokens > 0,
             chunk_tokens=self._chunk_tokens,
-            kept=self._kept_tiers(*self._spilled.stats()),
+            kept=self._kept_tiers(),
             drafted_tokens=self.counters["drafted_tokens"],
             accepted_tokens=self.counters["accepted_tokens"],
-            priorities=self._grants.loads(self._prefills.backlog.by_priority()),
+            priorities=self._yields.loads(self._prefills.backlog.by_priority()),
         )

@@ -62,8 +62,11 @@ class PageRequests:
         self, call: ReserveCall, arrival: float
     ) -> "tuple[int, asyncio.Future[SequenceGroup]]":
         """Returns the ticket, and a future that `grant` sets."""
+        since = None
+        if call.aside_seconds is not None:
+            since = arrival + max(0.0, call.age_seconds - call.aside_seconds)
         ticket = self._reservations.enqueue(
-            call.request, call.attempt, _children(call), arrival, call.whole, call.computes
+            call.request, call.attempt, _children(call), arrival, call.whole, call.computes, since
         )
         granted = self._tickets[ticket] = asyncio.get_running_loop().create_future()
         return ticket, granted

@@ -60,7 +60,8 @@ class ReservedPrefixes:
         known = [0] * self._state.limits.ranks
         known[group.rank] = group.cached_tokens // kept.block_tokens
         hinted = min(call.peer_tokens, tokens - computes)
-        instead: Instead = "compute" if computes else "receive"
+        # a prefill worker would have to compute the accepted tokens before it sends their KV
+        instead: Instead = "compute" if computes or accepted else "receive"
         chain = group.chain[:usable]
         return RestoreQuery(chain, tuple(known), 0, call.peer, hinted, group.rank, instead)
 

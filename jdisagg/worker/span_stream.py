@@ -40,7 +40,7 @@ class SpanStream:
         if progress.child not in self._open:
             return
         end = _end_of(progress)
-        if progress.token_ids or end or progress.aside:
+        if progress.token_ids or end:
             span = Span(
                 child=progress.child,
                 first_index=progress.first_index,
@@ -52,7 +52,7 @@ class SpanStream:
                 prompt_logprobs=(
                     PromptLogprobs.joined(self.prompt_logprobs) if self.prompt_logprobs else None
                 ),
-                aside=progress.aside,
+                yielded=progress.yielded,
                 weights=self.weights,
             )
             self._spans.put_nowait(span)
