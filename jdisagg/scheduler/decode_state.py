@@ -19,16 +19,8 @@ from jdisagg.scheduler.adapter_table import AdapterTable
 from jdisagg.scheduler.executor import MeshLimits
 from jdisagg.scheduler.handoff import HandoffEvent, HandoffState, sweep
 from jdisagg.scheduler.page_ledger import PageLedger, pages_for
-from jdisagg.scheduler.prefill_batches import PrefillJob
-from jdisagg.scheduler.priorities import head_start
 from jdisagg.scheduler.residency import BlockNames, Chain, Residency
-from jdisagg.scheduler.sequences import (
-    ChildProgress,
-    Sequence,
-    SequenceGroup,
-    Stage,
-    wanted_of_prompt,
-)
+from jdisagg.scheduler.sequences import ChildProgress, Sequence, SequenceGroup, Stage
 from jdisagg.scheduler.state_slots import StateSlots, snapshots_of
 
 
@@ -90,24 +82,6 @@ class DecodeState:
             self.note_pages(child)
         self._named.setdefault(group.request.identity, []).append(group)
         self._priorities[group.request.priority] += 1
-
-    def prefill_job(self, group: SequenceGroup) -> PrefillJob:
-        rank, known, cached = group.rank, group.known_tokens, group.cached_tokens
-        return PrefillJob(
-            group.key,
-            rank,
-            known,
-            self.ledgers[rank].pages(group.key),
-            tuple([child.sample_spec() for child in group.alive]),
-            group.arrival - head_start(group.request.priority),
-            cached_tokens=cached,
-            state=self.states.slot(rank, group.key),
-            prompt_logprobs=wanted_of_prompt(group.request, tuple(group.children[0].generated)),
-            snapshots=self.residency.wanted_snapshots(rank, group.chain, len(known), cached),
-            adapter=self.adapters.slot_of(group.request),
-            priority=group.request.priority,
-            images=group.request.scoped_images,
-        )
 
     def groups_of(self, identity: Identity) -> list[SequenceGroup]:
         """A request may have several groups, for different attempts and children."""

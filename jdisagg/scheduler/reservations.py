@@ -8,6 +8,7 @@ After a reservation, at least one page is free for each sequence that may still 
 
 import bisect
 from collections import Counter
+from collections.abc import Mapping
 from collections.abc import Sequence as Sized
 from dataclasses import dataclass
 
@@ -83,9 +84,6 @@ class Reservations:
     def __len__(self) -> int:
         return len(self.queue)
 
-    def waiting_with(self, priority: int) -> int:
-        return sum([waiting.priority >= priority for waiting in self.queue])
-
     def priorities(self) -> dict[int, int]:
         return Counter([waiting.priority for waiting in self.queue])
 
@@ -130,49 +128,30 @@ class Reservations:
 
     def enqueue(
         self,
+        ticket: int,
         request: Request,
         attempt: int,
         children: tuple[tuple[int, tuple[int, ...]], ...],
         arrival: float,
-        whole: bool = False,
+        chain: Chain = (),
         computes: bool = False,
-    ) -> int:
-        """Queues a request that `check` accepted. Returns its ticket, which identifies the waiting
-        request.
-
-        Args:
-            whole: Whether to reserve pages for the whole request, without using cached blocks.
-        """
-        ticket = self._state.new_key()
-        known = request.prompt_token_ids + children[0][1]
-        chain = () if whole else self._state.residency.chain(request, known)
+    ) -> None:
+        """Queues a request that `check` accepted. The ticket, a new key of the state, identifies
+        it."""
         computes = computes or self._computes
         bisect.insort(
             self.queue,
             WaitingReservation(ticket, request, attempt, children, arrival, chain, computes),
             key=lambda waiting: waiting.order,
         )
-        return ticket
 
-    def rename(self) -> None:
+    def rename(self, chains: Mapping[int, Chain]) -> None:
+        """Sets new names of blocks, by ticket."""
         for waiting in self.queue:
-            if waiting.chain:
-                known = waiting.request.prompt_token_ids + waiting.children[0][1]
-                waiting.chain = self._state.residency.chain(waiting.request, known)
+            waiting.chain = chains.get(waiting.ticket, waiting.chain)
 
     def withdraw(self, ticket: int) -> None:
         self.queue = [waiting for waiting in self.queue if waiting.ticket != ticket]
-
-    def earlier(self, request: Request, indices: set[int], attempt: int) -> list[int]:
-        """Returns the tickets of waiting requests that a new attempt replaces: those of earlier
-        attempts for the same request and at least one of the same children."""
-        return [
-            waiting.ticket
-            for waiting in self.queue
-            if waiting.request.identity == request.identity
-            and waiting.attempt < attempt
-            and indices & {index for index, _ in waiting.children}
-        ]
 
     def grant(
         self, lease_until: float, before: tuple[float, int] | None = None

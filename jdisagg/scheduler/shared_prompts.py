@@ -43,7 +43,7 @@ class _Prompt:
 
 
 class SharedPrompts:
-    """A prompt is registered until all its blocks are computed."""
+    """A prompt is registered until its blocks are computed. Other prompts do not wait."""
 
     def __init__(self) -> None:
         self._prompts: dict[int, _Prompt] = {}
@@ -62,9 +62,9 @@ class SharedPrompts:
         """Returns the prompt that will compute most of the next blocks of prompt `key`, or None if
         no prompt will compute the next block. If several compute equally many, returns the one that
         was registered first."""
-        if known >= len(useful):
+        own, best = self._prompts.get(key), Leader(0, known)
+        if own is None or known >= len(useful):
             return None
-        own, best = self._prompts[key], Leader(0, known)
         for other in self._makers.get(useful[known], ()):
             prompt = self._prompts[other]
             if other == key or prompt.stalled or not (prompt.begun or prompt.order < own.order):
@@ -78,7 +78,8 @@ class SharedPrompts:
         self._prompts[leader.key].followers[key] = leader.blocks
 
     def waits(self, key: int) -> bool:
-        return self._prompts[key].waits is not None
+        prompt = self._prompts.get(key)
+        return prompt is not None and prompt.waits is not None
 
     def started(self, key: int) -> None:
         if (prompt := self._prompts.get(key)) is not None:

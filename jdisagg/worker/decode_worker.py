@@ -47,7 +47,6 @@ from jdisagg.scheduler.decode_state import DecodeState
 from jdisagg.scheduler.executor import Executor, InterruptibleExecutor
 from jdisagg.scheduler.handoff import HandoffEvent, HandoffState
 from jdisagg.scheduler.host_blocks import MOST_WRITING_OF_DECODE, TierRoom
-from jdisagg.scheduler.priorities import head_start
 from jdisagg.scheduler.reservations import Reservations
 from jdisagg.scheduler.residency import Residency
 from jdisagg.scheduler.sequences import Sequence, SequenceGroup, Stage
@@ -60,10 +59,10 @@ from jdisagg.worker.mesh_worker import MeshWorker, WorkerContext
 from jdisagg.worker.migration import MigrationSender
 from jdisagg.worker.mixed_steps import MixedSteps
 from jdisagg.worker.outgoing_kv import OutgoingHandoff
-from jdisagg.worker.own_prefills import OwnPrefills
 from jdisagg.worker.page_grants import PageGrants
 from jdisagg.worker.page_requests import PageRequests, overdue_error
 from jdisagg.worker.peers import PeerResolver
+from jdisagg.worker.prompts import Prompt, Prompts
 from jdisagg.worker.reserved_prefixes import ReservedPrefixes
 from jdisagg.worker.span_stream import SpanStream
 from jdisagg.worker.spilled_kv import SpilledKv
@@ -97,12 +96,19 @@ class DecodeWorker(MeshWorker):
         self._batches = DecodeBatches.of(
             state, config, self._interruptible is not None, time.thread_time
         )
-        self._prefills = OwnPrefills(state, context.ids, context.clock.now, counters)
+        self._prompts = Prompts(
+            mesh.computed,
+            state.residency,
+            context.ids,
+            context.clock.now,
+            counters,
+            self._seek_again,
+        )
         can_prefill = computes or mesh.append_buckets
         self._chunk_tokens = mesh.computed.chunk_buckets[-1] if can_prefill else 0
         self._alternates = mesh.pack_tokens is None
         self._prefilled_last = False
-        self._mixed = MixedSteps(state, self._batches, self._prefills, counters)
+        self._mixed = MixedSteps(state, self._batches, self._prompts, counters)
         self._requests = PageRequests(
             context.name, self._reservations, config.queue_limit, self._drop
         )
@@ -169,14 +175,14 @@ class DecodeWorker(MeshWorker):
                 return None
             case Action.PREFILL:
                 self._prefilled_last = True
-                return self._prefills.next_chunk(step)
+                return self._prompts.next_chunk(step)
             case Action.DECODE | Action.MIXED:
                 drafts = not snapshot.mixes
                 steps = self._batches.next_step(step, decision.quiet, drafts)
                 if snapshots := self._batches.take_snapshots():
                     self._loop.fire(CopyPages(self._loop.next_number(), (), snapshots))
                 if steps is None and snapshot.prompts_queued:
-                    return self._prefills.next_chunk(step)
+                    return self._prompts.next_chunk(step)
                 self._prefilled_last = False
                 if steps is None or not decision.chunk_tokens:
                     return steps
@@ -194,12 +200,12 @@ class DecodeWorker(MeshWorker):
                 self.fail(group, self._unchosen(group.request, token))
             self._mixed.ended(command, self._loop.took)
         if self._chunk_tokens:
-            self._prefills.step_ended()
+            self._prompts.step_ended()
         self._migration.poke()
         self._settle()
 
     def _apply_chunk(self, command: PrefillChunk, result: PrefillResult) -> None:
-        seconds = self._prefills.computed(command)
+        seconds = self._prompts.computed(command)
         self._sources.computed_in(sum([len(row.tokens) for row in command.rows]), seconds)
         for key, of_part in result.prompts:
             if (stream := self._streams.get(key)) is not None:
@@ -221,7 +227,7 @@ class DecodeWorker(MeshWorker):
                 self._adapters.poke()
                 self._incoming.forget(key, "the receiver gave the sequence up")
                 self._migration.abort(key, "the sequence has ended")
-                self._prefills.forget(key)
+                self._prompts.forget(key)
                 self._prefixes.forget(key)
         some_spilled = self._spilled.settle()
         if serves and (self._reservations.queue or some_spilled):
@@ -249,13 +255,13 @@ class DecodeWorker(MeshWorker):
         return (
             self._interruptible is not None
             and self._loop.runs(DecodeSteps)
-            and not (self._chunk_tokens and self._prefills)
+            and not (self._chunk_tokens and self._prompts)
             and not self._batches.interrupting()
         )
 
     def _snapshot(self) -> StepSnapshot:
         """To save time, omits fields that the policy does not read."""
-        prompts = self._chunk_tokens > 0 and bool(self._prefills)
+        prompts = self._chunk_tokens > 0 and bool(self._prompts)
         spans = self._interruptible is not None
         newest = self._loop.newest(DecodeSteps)
         if spans and newest:
@@ -282,7 +288,13 @@ class DecodeWorker(MeshWorker):
         await self._compiled(call.request, call.deadline_seconds)
         async with self._adapters.held(call.request, call.deadline_seconds):
             self._take(call)
-            ticket, granted = await self._enqueue(call, arrival)
+            ticket = self._state.new_key()
+            granted = self._requests.open(ticket, call, arrival)
+            accepted, shared = call.children[0].accepted, self._computes
+            prompt = self._prompts.begin(
+                ticket, call.request, accepted, arrival, named=not call.whole, shared=shared
+            )
+            self._seek(prompt)
             self._settle()
             group = await self._requests.wait(ticket, granted, call.deadline_seconds)
         if not group.alive:
@@ -302,21 +314,14 @@ class DecodeWorker(MeshWorker):
         if (stream := self._streams.get(group.key)) is not None:
             stream.lease_until = group.handoff.deadline
 
-    async def _enqueue(
-        self, call: ReserveCall, arrival: float
-    ) -> "tuple[int, asyncio.Future[SequenceGroup]]":
-        if not self._computes or not self._kept.on:
-            return self._requests.enqueue(call, arrival)
-        waits = self._prefills.waits
-        key = await waits.join(call, arrival - head_start(call.request.priority))
-        try:
-            self._take(call)  # again: a later attempt may have arrived during the wait
-            ticket, granted = self._requests.enqueue(call, arrival)
-        except JdisaggError:
-            waits.end(key)
-            raise
-        self._prefills.expect(ticket, key)
-        return ticket, granted
+    def _seek(self, prompt: Prompt) -> None:
+        if not self._prompts.follows(prompt):
+            self._requests.enqueue(prompt.key, prompt.chain)
+
+    def _seek_again(self, prompt: Prompt) -> None:
+        self._seek(prompt)
+        # deferred, because a step may be being planned
+        asyncio.get_running_loop().call_soon(self._settle)
 
     def _reserved(self, group: SequenceGroup, restored: RestoredBlocks) -> Reservation:
         key, cached = group.key, group.cached_tokens
@@ -411,11 +416,23 @@ class DecodeWorker(MeshWorker):
 
     def _begin(self, group: SequenceGroup, source: HandoffSource | None) -> None:
         if source is not None:
+            self._prompts.forget(group.key)
             return self._incoming.begin(group, source)
-        tokens = self._prefills.add(group)
+        rank, cached = group.rank, group.cached_tokens
+        self._prompts.add(
+            group.key,
+            rank,
+            self._state.ledgers[rank].pages(group.key),
+            tuple([child.sample_spec() for child in group.alive]),
+            cached_tokens=cached,
+            epoch=group.epoch,
+            state=self._state.states.slot(rank, group.key),
+            adapter=self._adapters.table.slot_of(group.request),
+        )
+        group.request = group.request.without_pixels()  # only the queued prompt needs the pixels
         if not self._computes:
             self.counters.add("prompts_appended")
-            self.counters.add("tokens_appended", tokens)
+            self.counters.add("tokens_appended", len(group.known_tokens) - cached)
         self._settle()
 
     def kv_complete(self, group: SequenceGroup, received: Received) -> None:
@@ -462,7 +479,7 @@ class DecodeWorker(MeshWorker):
             self._state.end_group(group)
         if group is not None or reservation_id not in self._streams:
             self._settle()  # pages may be free, or the queue may have another first request
-        self._prefills.forget(reservation_id)
+        self._prompts.forget(reservation_id)
         self._streams.pop(reservation_id, None)
         self._quiet.set()
 
@@ -518,8 +535,8 @@ class DecodeWorker(MeshWorker):
             self._settle()
 
     def _busy(self) -> bool:
-        others = len(self._given) + len(self._prefills.waits)
-        return bool(self._state.groups or len(self._reservations) or self._streams or others)
+        others = len(self._given) + len(self._requests)
+        return bool(self._state.groups or self._streams or others)
 
     def _hand_on(self) -> None:
         self._spilled.end_suspended()
@@ -529,7 +546,6 @@ class DecodeWorker(MeshWorker):
                 stream.moves += self.migrate_out(key)
 
     def _end_everything(self, error: UnavailableError) -> None:
-        self._prefills.waits.end_all()
         self._requests.end_all(error)
         for group in list(self._state.groups.values()):
             self.fail(group, UnavailableError(error.message))
@@ -548,8 +564,7 @@ class DecodeWorker(MeshWorker):
         self._settle()
 
     def _end_old(self, keep: bool) -> None:
-        self._reservations.rename()
-        self._prefills.waits.end_all()
+        self._reservations.rename(self._prompts.rename())
         for group in list(self._state.groups.values()):
             if not keep or any(child.stage is Stage.RESERVED for child in group.alive):
                 self._migration.abort(group.key, "the weights changed")
@@ -565,12 +580,12 @@ class DecodeWorker(MeshWorker):
             waiting=len(self._reservations) + self._spilled.spills.waiting(),
             draining=self._draining,
             handoffs=len(self._incoming) + len(self._outgoing),
-            queued_tokens=self._prefills.backlog.tokens,
-            queued_pairs=self._prefills.backlog.pairs,
+            queued_tokens=self._prompts.backlog.tokens,
+            queued_pairs=self._prompts.backlog.pairs,
             can_prefill=self._chunk_tokens > 0,
             chunk_tokens=self._chunk_tokens,
             kept=self._kept_tiers(*self._spilled.stats()),
             drafted_tokens=self.counters["drafted_tokens"],
             accepted_tokens=self.counters["accepted_tokens"],
-            priorities=self._grants.loads(self._prefills.backlog.by_priority()),
+            priorities=self._grants.loads(self._prompts.backlog.by_priority()),
         )

@@ -1,5 +1,5 @@
-"""The requests of a decode worker that wait for pages. Each `reserve` call waits until its request
-has pages.
+"""The requests of a decode worker that wait for blocks of other prompts and for pages. Each
+`reserve` call waits until its request has pages.
 
 `scheduler/reservations.py` decides which requests get pages and identifies them by tickets. This
 module maps tickets to the waiting calls."""
@@ -16,15 +16,24 @@ from jdisagg.errors import (
     UnavailableError,
 )
 from jdisagg.messages.ports import ReserveCall
+from jdisagg.plain import plain
 from jdisagg.request import Request
 from jdisagg.scheduler.handoff import HandoffState
 from jdisagg.scheduler.reservations import Reservations
+from jdisagg.scheduler.residency import Chain
 from jdisagg.scheduler.sequences import SequenceGroup
 
 _OVERDUE = {
     HandoffState.RESERVED: "its lease passed before generate took it over",
     HandoffState.ORPHANED: "its source failed, and its lease passed before another came",
 }
+
+
+@plain
+class _Waiting:
+    call: ReserveCall
+    arrival: float
+    granted: "asyncio.Future[SequenceGroup]"
 
 
 class PageRequests:
@@ -44,29 +53,45 @@ class PageRequests:
         self._reservations = reservations
         self._limit = limit
         self._drop = drop
-        self._tickets: dict[int, asyncio.Future[SequenceGroup]] = {}
+        self._waiting: dict[int, _Waiting] = {}  # by ticket
+
+    def __len__(self) -> int:
+        """Returns the number of calls that wait."""
+        return len(self._waiting)
 
     def check(self, call: ReserveCall) -> None:
         """Raises InvalidRequestError if even an idle worker has no room for the request, and
         OverloadedError if too many requests wait."""
         self._reservations.check(call.request, _children(call))
-        waiting, before = len(self._reservations), self._reservations
-        if before.waiting_with(call.request.priority) >= self._limit or waiting >= 2 * self._limit:
+        waiting, priority = len(self._waiting), call.request.priority
+        before = sum([one.call.request.priority >= priority for one in self._waiting.values()])
+        if before >= self._limit or waiting >= 2 * self._limit:
             raise OverloadedError(
-                f"worker {self._worker!r}: {len(self._reservations)} requests wait for pages, the"
-                " queue's limit; try again later",
+                f"worker {self._worker!r}: {waiting} requests wait for pages, the queue's limit;"
+                " try again later",
                 retry_after_seconds=1.0,
             )
 
-    def enqueue(
-        self, call: ReserveCall, arrival: float
-    ) -> "tuple[int, asyncio.Future[SequenceGroup]]":
-        """Returns the ticket, and a future that `grant` sets."""
-        ticket = self._reservations.enqueue(
-            call.request, call.attempt, _children(call), arrival, call.whole, call.computes
-        )
-        granted = self._tickets[ticket] = asyncio.get_running_loop().create_future()
-        return ticket, granted
+    def open(
+        self, ticket: int, call: ReserveCall, arrival: float
+    ) -> "asyncio.Future[SequenceGroup]":
+        """Returns a future that `grant` sets, after `enqueue` was called with the ticket."""
+        granted = asyncio.get_running_loop().create_future()
+        self._waiting[ticket] = _Waiting(call, arrival, granted)
+        return granted
+
+    def enqueue(self, ticket: int, chain: Chain) -> None:
+        if (waiting := self._waiting.get(ticket)) is not None:
+            call = waiting.call
+            self._reservations.enqueue(
+                ticket,
+                call.request,
+                call.attempt,
+                _children(call),
+                waiting.arrival,
+                chain,
+                call.computes,
+            )
 
     async def wait(
         self, ticket: int, granted: "asyncio.Future[SequenceGroup]", seconds: float
@@ -88,28 +113,35 @@ class PageRequests:
             raise
 
     def grant(self, group: SequenceGroup) -> None:
-        self._tickets.pop(group.key).set_result(group)
+        self._waiting.pop(group.key).granted.set_result(group)
 
     def supersede(self, request: Request, indices: set[int], attempt: int) -> int:
         """Ends waiting requests that a new attempt replaces: those of earlier attempts for the same
         request and children. Returns their number."""
-        tickets = self._reservations.earlier(request, indices, attempt)
+        tickets = [
+            ticket
+            for ticket, waiting in self._waiting.items()
+            if waiting.call.request.identity == request.identity
+            and waiting.call.attempt < attempt
+            and indices & {child.index for child in waiting.call.children}
+        ]
         for ticket in tickets:
-            self._reservations.withdraw(ticket)
-            error = HandoffError(f"the attempt was superseded by attempt {attempt}")
-            self._tickets.pop(ticket).set_exception(error)
+            self._end(ticket, HandoffError(f"the attempt was superseded by attempt {attempt}"))
         return len(tickets)
 
     def end_all(self, error: UnavailableError) -> None:
-        for ticket, granted in list(self._tickets.items()):
-            self._reservations.withdraw(ticket)
-            if not granted.done():
-                granted.set_exception(UnavailableError(error.message))
-        self._tickets.clear()
+        for ticket in list(self._waiting):
+            self._end(ticket, UnavailableError(error.message))
+
+    def _end(self, ticket: int, error: JdisaggError) -> None:
+        self._reservations.withdraw(ticket)
+        granted = self._waiting.pop(ticket).granted
+        if not granted.done():
+            granted.set_exception(error)
 
     def _give_up(self, ticket: int) -> None:
         self._reservations.withdraw(ticket)
-        self._tickets.pop(ticket, None)
+        self._waiting.pop(ticket, None)
         self._drop(ticket)
 
 

@@ -5,50 +5,30 @@ import asyncio
 
 from jdisagg.errors import JdisaggError
 from jdisagg.messages.ports import FirstToken, HandoffEnd, Offer, PrefillCall, PrefillReply
-from jdisagg.messages.step_commands import PrefillRow
+from jdisagg.messages.step_commands import PrefillRow, SampleSpec
 from jdisagg.prompt_logprobs import PromptLogprobs
 from jdisagg.request import CachedTokens
 from jdisagg.scheduler.prefill_admission import QueuedPrompt
-from jdisagg.scheduler.prefill_batches import PrefillJob
-from jdisagg.scheduler.residency import Chain
-from jdisagg.scheduler.sequences import sample_spec, wanted_of_prompt
+from jdisagg.scheduler.sequences import sample_spec
 from jdisagg.worker.kv_sources import RestoredBlocks
 from jdisagg.worker.outgoing_kv import OutgoingHandoff
+from jdisagg.worker.prompts import Prompt
 
 
 class PrefillTask:
     """One prompt at a prefill worker.
 
     Attributes:
-        chain: Names (hashes) of the prompt's full blocks.
-        useful: Names of the prompt's blocks that need not be computed if they are cached. Excludes
-            the block of the last token.
-        known: For each rank, the number of leading blocks of `useful` that were in pages at the
-            last look-up.
-        rank: Data-parallel rank of the prompt's pages, or -1 if it has no pages.
-        cached_tokens: Number of positions that were cached when the prompt got pages.
-        epoch: Epoch of the prefix cache when the prompt got pages. Each clear of the cache starts a
-            new epoch.
-        most_reused: Largest number of cached positions that the worker can use.
+        queued: What admission knows of the prompt; None until it is queued for pages.
     """
 
     def __init__(
-        self,
-        prompt: QueuedPrompt,
-        call: PrefillCall,
-        chain: Chain,
-        restored: RestoredBlocks,
-        until: float,
-        now: float,
+        self, prompt: Prompt, call: PrefillCall, restored: RestoredBlocks, until: float, now: float
     ) -> None:
         self.prompt = prompt
         self.call = call
-        self.chain = chain
-        self.useful: Chain = ()
-        self.most_reused = prompt.tokens
-        self.known: tuple[int, ...] = ()
+        self.queued: QueuedPrompt | None = None
         self.restored = restored
-        self.cached_tokens = self.epoch = 0
         self.extracting: set[int] = set()
         self.firsts: tuple[FirstToken, ...] | None = None
         self.restoring: asyncio.Task[None] | None = None
@@ -58,7 +38,6 @@ class PrefillTask:
         )
         self.queued_at = now
         self.started_at: float | None = None
-        self.rank = -1
         self.reply: asyncio.Future[PrefillReply] = asyncio.get_running_loop().create_future()
 
     @property
@@ -66,57 +45,20 @@ class PrefillTask:
         return self.started_at is not None
 
     @property
-    def of_prompt(self) -> int | None:
-        return wanted_of_prompt(self.call.request, self.call.children[0].accepted)
-
-    @property
-    def most_known(self) -> int:
-        """Number of leading positions that need not be computed if they are cached. These are all
-        but the last position, and at most `most_reused`. The number is 0 if log-probabilities of
-        prompt tokens are requested."""
-        return min(self.prompt.tokens - 1, self.most_reused) if self.of_prompt is None else 0
-
-    @property
     def cached(self) -> CachedTokens:
         """Number of the request's prompt tokens that were cached, by origin. Tokens that an earlier
         attempt generated are left out."""
-        known = min(self.cached_tokens, len(self.call.request.prompt_token_ids))
-        return self.restored.split(self.rank, known)
+        known = min(self.prompt.cached_tokens, len(self.call.request.prompt_token_ids))
+        return self.restored.split(self.prompt.rank, known)
 
     @property
     def scores(self) -> PromptLogprobs | None:
         return PromptLogprobs.joined(self.prompt_logprobs) if self.prompt_logprobs else None
 
     @property
-    def tokens(self) -> tuple[int, ...]:
-        return self.call.request.prompt_token_ids + self.call.children[0].accepted
-
-    def job(
-        self,
-        pages: tuple[int, ...],
-        state: int,
-        snapshots: tuple[int, ...],
-        adapter: int,
-        windows: tuple[int, ...] = (),
-    ) -> PrefillJob:
+    def samples(self) -> tuple[SampleSpec, ...]:
         request, children = self.call.request, self.call.children
-        return PrefillJob(
-            sequence=self.prompt.key,
-            rank=self.rank,
-            tokens=self.tokens,
-            pages=pages,
-            samples=tuple([sample_spec(request, one.index, one.accepted) for one in children]),
-            arrival=self.prompt.arrival,
-            offers_from=self.call.from_token,
-            cached_tokens=self.cached_tokens,
-            state=state,
-            prompt_logprobs=self.of_prompt,
-            snapshots=snapshots,
-            adapter=adapter,
-            priority=self.prompt.priority,
-            images=request.scoped_images,
-            windows=windows,
-        )
+        return tuple([sample_spec(request, one.index, one.accepted) for one in children])
 
     def end(self, offers: int) -> HandoffEnd:
         assert self.firsts is not None

@@ -45,7 +45,6 @@ from jdisagg.messages.step_commands import (
 )
 from jdisagg.messages.worker_status import PriorityLoad, WorkerRole, WorkerStatus
 from jdisagg.request import Request
-from jdisagg.scheduler.backlog import Backlog
 from jdisagg.scheduler.executor import Executor
 from jdisagg.scheduler.host_blocks import MOST_WRITING
 from jdisagg.scheduler.page_ledger import PageLedger, pages_for
@@ -56,11 +55,8 @@ from jdisagg.scheduler.prefill_admission import (
     RankLoad,
     admit,
 )
-from jdisagg.scheduler.prefill_batches import PrefillBatches
-from jdisagg.scheduler.priorities import head_start
 from jdisagg.scheduler.prompt_room import PromptRoom
 from jdisagg.scheduler.residency import Chain, Residency
-from jdisagg.scheduler.shared_prompts import ChunkTimes, SharedPrompts, waiting_pays
 from jdisagg.scheduler.state_slots import snapshots_of
 from jdisagg.worker.given_kv import GivenKv
 from jdisagg.worker.kv_sources import RestoredBlocks, RestoreQuery
@@ -74,6 +70,7 @@ from jdisagg.worker.outgoing_kv import (
 )
 from jdisagg.worker.peers import PeerResolver
 from jdisagg.worker.prefill_task import PrefillTask, offers_of_row
+from jdisagg.worker.prompts import Prompt, Prompts
 
 CHUNKS_OFFERED = 4
 
@@ -100,13 +97,11 @@ class PrefillWorker(MeshWorker):
         self._given = GivenKv(
             self._sources, self._outgoing, self._loop, mesh, context, self.counters, decodes=False
         )
-        kept = self._residency
-        self._batches = PrefillBatches(mesh, context.ids, kept.cut_tokens, kept.begin_snapshot)
+        self._prompts = Prompts(
+            mesh, self._residency, context.ids, context.clock.now, self.counters, self._seek
+        )
         self._extracts: deque[tuple[PrefillTask, Offer]] = deque()
         self._extracting: dict[int, PrefillTask] = {}  # by offer
-        self._backlog = Backlog()
-        self._shared = SharedPrompts()
-        self._chunk_times = ChunkTimes(mesh.chunk_buckets[-1])
         self._tasks: dict[int, PrefillTask] = {}
         self._waiting: list[QueuedPrompt] = []  # by arrival
         self._computing: dict[int, PrefillTask] = {}  # prompts with pages
@@ -120,14 +115,14 @@ class PrefillWorker(MeshWorker):
     def _plan(self, step: int) -> StepCommand | None:
         if self._extracts:
             return self._extract(step, *self._extracts.popleft())
-        if not self._waiting and not self._batches:
+        if not self._waiting and not self._prompts:
             return None
         admission = admit(self._snapshot())
         self._carry_out(admission)
         if admission.full:
             return None
         held = self._going_to(admission.stalled) if admission.stalled else ()
-        chunk = self._batches.next_chunk(step, held, self._loop.in_flight(PrefillChunk))
+        chunk = self._prompts.next_chunk(step, held, self._loop.in_flight(PrefillChunk))
         return self._announce(chunk) if chunk is not None else None
 
     def _apply(self, command: StepCommand, result: StepResult) -> None:
@@ -141,9 +136,8 @@ class PrefillWorker(MeshWorker):
                 self._end_if_done(task)
             return
         assert isinstance(command, PrefillChunk) and isinstance(result, PrefillResult)
-        now = self._clock.now()
-        self._chunk_times.computed(command.chunk_tokens, now)
-        self._chunk_times.command_ended(now)
+        self._prompts.computed(command)
+        self._prompts.step_ended()
         sums = {entry.offer_id: entry for entry in result.checksums}
         for key, of_part in result.prompts:
             if (task := self._computing.get(key)) is not None:
@@ -152,7 +146,6 @@ class PrefillWorker(MeshWorker):
             task = self._computing.get(row.sequence)
             if task is None:
                 continue
-            self._backlog.computed(row.sequence, len(row.tokens))
             task.handoff.announce_checksums(
                 [sums[offer.offer_id] for offer in row.offers if offer.offer_id in sums]
             )
@@ -165,7 +158,11 @@ class PrefillWorker(MeshWorker):
         return AdmissionSnapshot(
             waiting=tuple(self._waiting),
             unbegun=tuple(
-                [(one.prompt, one.rank) for one in self._computing.values() if not one.begun]
+                [
+                    (one.queued, one.prompt.rank)
+                    for one in self._computing.values()
+                    if one.queued is not None and not one.begun
+                ]
             ),
             ranks=tuple([self._load(rank) for rank in range(self._mesh.ranks)]),
             offered_tokens=self._outgoing.offered_tokens(),
@@ -175,7 +172,7 @@ class PrefillWorker(MeshWorker):
     def _load(self, rank: int) -> RankLoad:
         return RankLoad(
             self._ledgers[rank].free_pages,
-            self._batches.queued_tokens(rank),
+            self._prompts.queued_tokens(rank),
             self._room.available(rank),
         )
 
@@ -184,47 +181,62 @@ class PrefillWorker(MeshWorker):
             self.counters.add("chunks_held_back")
         for key in admission.withdrawn:
             self._stop_computing(self._tasks[key])
-            self._queue(self._tasks[key].prompt)
+            self._queue(self._tasks[key])
         for task in list(self._tasks.values()) if admission.stalled else ():
             if task.call.destination in admission.stalled:
-                self._seek_again(self._shared.stall(task.prompt.key))
+                self._prompts.stall(task.prompt.key)
         for place, (key, rank) in enumerate(admission.placed):
-            task, most = self._tasks[key], self._tasks[key].most_known
-            cached = self._residency.cached_tokens(rank, task.chain, most, to_compute=True)
-            if self._room.available(rank) < task.prompt.states:
+            task, states = self._tasks[key], self._room.needed(self._tasks[key].prompt.tokens)
+            prompt, kept = task.prompt, self._residency
+            cached = kept.cached_tokens(rank, prompt.chain, prompt.most_known, to_compute=True)
+            if self._room.available(rank) < states:
                 break  # the withdrawn prompts held fewer pages of windows than they might need
-            pages = self._residency.reserve(rank, key, task.chain, cached, task.prompt.pages)
+            count = pages_for(prompt.tokens, self._mesh.page_size)
+            pages = kept.reserve(rank, key, prompt.chain, cached, count)
             if pages is None:
                 break  # the withdrawn prompts shared pages, so fewer became free than they held
-            self._waiting.remove(task.prompt)
-            task.rank, task.cached_tokens, task.epoch = rank, cached, self._residency.epoch
-            self._count_reuse(task.prompt.tokens, task.restored.split(rank, cached))
+            self._waiting = [one for one in self._waiting if one.key != key]
+            self._count_reuse(prompt.tokens, task.restored.split(rank, cached))
             if cached:
-                self._sources.used(rank, task.chain[: cached // self._residency.block_tokens])
-            self._backlog.add(key, task.prompt.tokens, cached, task.prompt.priority)
+                self._sources.used(rank, prompt.chain[: cached // kept.block_tokens])
             self._computing[key] = task
-            self._shared.started(key)
-            self._start(task, pages, admission.placed[place + 1 :])
+            self._start(task, rank, cached, pages, admission.placed[place + 1 :])
 
     def _start(
-        self, task: PrefillTask, pages: tuple[int, ...], later: tuple[tuple[int, int], ...]
+        self,
+        task: PrefillTask,
+        rank: int,
+        cached: int,
+        pages: tuple[int, ...],
+        later: tuple[tuple[int, int], ...],
     ) -> None:
-        kept, room, chain, tokens = self._residency, self._room, task.chain, task.prompt.tokens
-        rank, key, cached, slot = task.rank, task.prompt.key, task.cached_tokens, 0
-        wanted = windows = tuple[int, ...]()
+        kept, room, prompt = self._residency, self._room, task.prompt
+        key, chain, tokens = prompt.key, prompt.chain, prompt.tokens
+        slot, windows = 0, tuple[int, ...]()
         if room.windows:
-            promised = sum([self._tasks[one].prompt.states for one, on in later if on == rank])
-            windows = room.begin_windows(kept, rank, key, chain, tokens, cached, promised)
-            if room.windows[rank].repeats(key):
-                self._seek_again(self._shared.stall(key))  # few of its blocks can be reused
+            promised = [
+                room.needed(self._tasks[one].prompt.tokens) for one, on in later if on == rank
+            ]
+            windows = room.begin_windows(kept, rank, key, chain, tokens, cached, sum(promised))
         else:
             room.states.take(rank, key)
             slot = room.states.slot(rank, key)
             if cached:
                 self._continue_from(kept, rank, chain, cached, slot)
-            wanted = kept.wanted_snapshots(rank, chain, tokens, cached)
-        adapter = self._adapters.table.slot_of(task.call.request)
-        self._batches.add(task.job(pages, slot, wanted, adapter, windows))
+        self._prompts.add(
+            key,
+            rank,
+            pages,
+            task.samples,
+            cached_tokens=cached,
+            epoch=kept.epoch,
+            state=slot,
+            adapter=self._adapters.table.slot_of(task.call.request),
+            offers_from=task.call.from_token,
+            windows=windows,
+        )
+        if room.windows and room.windows[rank].repeats(key):
+            self._prompts.stall(key)  # few of its blocks can be reused
 
     def _going_to(self, destinations: frozenset[str]) -> set[int]:
         return {
@@ -232,7 +244,6 @@ class PrefillWorker(MeshWorker):
         }
 
     def _announce(self, chunk: PrefillChunk) -> PrefillChunk:
-        self._chunk_times.issued(self._clock.now())
         for row in chunk.rows:
             task = self._computing[row.sequence]
             if task.started_at is None:
@@ -240,24 +251,13 @@ class PrefillWorker(MeshWorker):
             task.handoff.announce(offers_of_row(row))
             if row.samples:
                 self._extracts.extend([(task, offer) for offer in self._to_extract(task)])
-            self._cache_issued(task, row.start + len(row.tokens))
         key = self._hello.checksum_key
         return msgspec.structs.replace(chunk, checksum_key=key) if key else chunk
 
-    def _cache_issued(self, task: PrefillTask, tokens: int) -> None:
-        kept = self._residency
-        if task.chain:
-            chain = task.chain[: tokens // kept.block_tokens]
-            if task.epoch == kept.epoch and (self._room.windows or not kept.snapshots):
-                kept.keep(task.rank, task.prompt.key, chain)
-                if kept.snapshots:
-                    kept.settle_snapshots(task.rank, task.prompt.key, chain)
-            self._seek_again(self._shared.reached(task.prompt.key, len(chain)))
-
     def _to_extract(self, task: PrefillTask) -> list[Offer]:
-        start, end = task.call.from_token, task.cached_tokens
-        offers = list(offers_of_pages(self._mesh, task.rank, start, end, self._context.ids))
-        offers += snapshot_offers(self._mesh, task.rank, task.prompt.tokens, self._context.ids)
+        start, prompt, ids = task.call.from_token, task.prompt, self._context.ids
+        offers = list(offers_of_pages(self._mesh, prompt.rank, start, prompt.cached_tokens, ids))
+        offers += snapshot_offers(self._mesh, prompt.rank, prompt.tokens, ids)
         task.extracting.update([offer.offer_id for offer in offers])
         return offers
 
@@ -270,7 +270,7 @@ class PrefillWorker(MeshWorker):
         return extraction(step, offer, pages, self._mesh.page_size, self._hello.checksum_key)
 
     def _look(self) -> None:
-        if self._waiting or self._extracts or self._batches:
+        if self._waiting or self._extracts or self._prompts:
             self._loop.wake()
 
     # ---- prompts
@@ -282,9 +282,7 @@ class PrefillWorker(MeshWorker):
             task = self._new_task(call, self._clock.now())
             self._tasks[task.prompt.key] = task
         self._outgoing.open(task.handoff)
-        self._shared.begin(task.prompt.key, task.prompt.order, task.chain)
-        self._seek(task)
-        self._look()
+        self._seek(task.prompt)
         try:
             return await within(task.reply, call.deadline_seconds)
         except TimeoutError:
@@ -339,92 +337,55 @@ class PrefillWorker(MeshWorker):
 
     def _new_task(self, call: PrefillCall, now: float) -> PrefillTask:
         self._last_key += 1
-        kept, known = self._residency, call.request.prompt_token_ids + call.children[0].accepted
-        chain, tokens = kept.chain(call.request, known), len(known)
-        prompt = QueuedPrompt(
-            key=self._last_key,
-            arrival=now - call.age_seconds - head_start(call.request.priority),
-            destination=call.destination,
-            tokens=tokens,
-            pages=pages_for(tokens, self._mesh.page_size),
-            states=self._room.needed(tokens),
-            priority=call.request.priority,
+        prompt = self._prompts.begin(
+            self._last_key, call.request, call.children[0].accepted, now - call.age_seconds
         )
-        restored = RestoredBlocks(kept.block_tokens)
-        task = PrefillTask(prompt, call, chain, restored, now + call.deadline_seconds, now)
-        if chain:
-            task.useful = chain[: kept.usable_tokens(task.most_known, True) // kept.block_tokens]
-        self._look_up(task)
-        return task
-
-    def _look_up(self, task: PrefillTask) -> None:
-        kept = self._residency
-        if task.useful:
-            ranks = range(self._mesh.ranks)
-            task.known = tuple([kept.match(rank, task.useful) for rank in ranks])
-            most = len(task.useful) * kept.block_tokens
-            cached = [kept.cached_tokens(rank, task.useful, most, True) for rank in ranks]
-            task.prompt = msgspec.structs.replace(task.prompt, cached_tokens=tuple(cached))
+        restored = RestoredBlocks(self._residency.block_tokens)
+        return PrefillTask(prompt, call, restored, now + call.deadline_seconds, now)
 
     def _query(self, task: PrefillTask) -> RestoreQuery:
-        ahead = self._backlog.tokens - (task.prompt.tokens - task.prompt.known_tokens)
-        hinted = min(task.call.peer_tokens, task.most_known)
-        return RestoreQuery(task.useful, task.known, max(0, ahead), task.call.peer, hinted)
-
-    def _seek(self, task: PrefillTask) -> None:
         prompt = task.prompt
-        if self._follow(task):
+        ahead = max(0, self._prompts.backlog.tokens - prompt.left_tokens)
+        hinted = min(task.call.peer_tokens, prompt.most_known)
+        return RestoreQuery(prompt.useful, prompt.known, ahead, task.call.peer, hinted)
+
+    def _seek(self, prompt: Prompt) -> None:
+        task, follows = self._tasks[prompt.key], self._prompts.follows(prompt)
+        self._count_backlog(prompt, follows or prompt.known_tokens)
+        if follows:
             return
-        self._backlog.add(prompt.key, prompt.tokens, prompt.known_tokens, prompt.priority)
         plan = self._sources.best(self._query(task))
         if plan is not None:
             task.restoring = self._sources.begin(plan, task.restored, lambda: self._restored(task))
         else:
-            self._queue(prompt)
+            self._queue(task)
+        self._look()
 
-    def _follow(self, task: PrefillTask) -> bool:
-        prompt, size = task.prompt, self._residency.block_tokens
-        leader = self._shared.leader(prompt.key, task.useful, max(task.known, default=0))
-        if leader is None or (self._residency.snapshots and not self._room.windows):
-            return False  # a hit needs a snapshot, which is cached when the prompt ends
-        first = self._tasks[leader.key]
-        reuse = self._residency.usable_tokens(leader.blocks * size, to_compute=True)
-        common = reuse - prompt.known_tokens
-        rank = first.rank if leader.key in self._computing else None
-        others = [one for one in self._waiting if one.key != leader.key]
-        before = sum([one.tokens - one.known_tokens for one in others]) // self._mesh.ranks
-        queued = [self._batches.queued_tokens(one) + before for one in range(self._mesh.ranks)]
-        ahead = first.prompt.tokens - first.prompt.known_tokens
-        left = prompt.tokens - prompt.known_tokens
-        if common < 1 or not waiting_pays(self._chunk_times, queued, rank, ahead, left, common):
-            return False
-        self._shared.follow(prompt.key, leader)
-        self._backlog.add(prompt.key, prompt.tokens, reuse, prompt.priority)
-        self.counters.add("prefix_waits")
-        return True
-
-    def _seek_again(self, keys: tuple[int, ...], ended: bool = False) -> None:
-        for key in keys:
-            task = self._tasks[key]
-            self._look_up(task)
-            self._seek(task)
-            if ended and not self._shared.waits(key):
-                self.counters.add("prefix_waits_taken_over")
-        if keys:
-            self._look()
+    def _count_backlog(self, prompt: Prompt, known_tokens: int) -> None:
+        priority = prompt.request.priority
+        self._prompts.backlog.add(prompt.key, prompt.tokens, known_tokens, priority)
 
     def _restored(self, task: PrefillTask) -> None:
         if self._tasks.get(task.prompt.key) is task:
-            self._look_up(task)
-            prompt = task.prompt
-            self._backlog.add(prompt.key, prompt.tokens, prompt.known_tokens, prompt.priority)
-            self._queue(prompt)
-            known = max(task.known, default=0)
-            self._seek_again(self._shared.reached(task.prompt.key, known))
+            self._prompts.look_up(task.prompt)
+            self._count_backlog(task.prompt, task.prompt.known_tokens)
+            self._queue(task)
+            self._prompts.reached(task.prompt)
             self._look()
 
-    def _queue(self, prompt: QueuedPrompt) -> None:
-        bisect.insort(self._waiting, prompt, key=_order)
+    def _queue(self, task: PrefillTask) -> None:
+        prompt = task.prompt
+        task.queued = QueuedPrompt(
+            key=prompt.key,
+            arrival=prompt.arrival,
+            destination=task.call.destination,
+            tokens=prompt.tokens,
+            pages=pages_for(prompt.tokens, self._mesh.page_size),
+            cached_tokens=prompt.cached,
+            states=self._room.needed(prompt.tokens),
+            priority=prompt.request.priority,
+        )
+        bisect.insort(self._waiting, task.queued, key=_order)
 
     def _finish(self, task: PrefillTask, firsts: list[SampledToken]) -> None:
         now, started = self._clock.now(), task.started_at
@@ -434,33 +395,33 @@ class PrefillWorker(MeshWorker):
             error = self._unchosen(task.call.request, unchosen[0])
             if isinstance(error, BrokenModelError):
                 # the cached blocks that it started from may be the cause
-                self._forget_kept(task.rank, "broken")
+                self._forget_kept(task.prompt.rank, "broken")
                 self._sources.erase_later()
             self._outgoing.end(task.handoff, error)
             return
-        self._sources.computed_in(task.prompt.tokens - task.cached_tokens, now - started)
-        tokens = tuple(FirstToken(sample.child, sample.token, sample.logprobs) for sample in firsts)
-        task.firsts = tokens
+        tokens = task.prompt.tokens - task.prompt.cached_tokens
+        self._sources.computed_in(tokens, now - started)
+        task.firsts = tuple([FirstToken(one.child, one.token, one.logprobs) for one in firsts])
         if not task.reply.done():
             task.reply.set_result(
                 PrefillReply(
-                    tokens, started - task.queued_at, now - started, task.cached, task.scores
+                    task.firsts, started - task.queued_at, now - started, task.cached, task.scores
                 )
             )
         self._end_if_done(task)
 
     def _end_if_done(self, task: PrefillTask) -> None:
         if task.firsts is not None and not task.extracting:
-            fresh = task.epoch == self._residency.epoch
-            self._stop_computing(task, task.chain if fresh else ())
+            fresh = task.prompt.epoch == self._residency.epoch
+            self._stop_computing(task, task.prompt.chain if fresh else ())
             self._outgoing.finish(task.handoff, task.end)
 
     def _stop_computing(self, task: PrefillTask, chain: Chain = ()) -> None:
-        key = task.prompt.key
+        key, rank = task.prompt.key, task.prompt.rank
         if self._computing.pop(key, None) is not None:
-            self._batches.remove(key)
-            self._residency.let_go(task.rank, key, chain)
-            self._room.free(task.rank, key)
+            self._prompts.withdraw(key)
+            self._residency.let_go(rank, key, chain)
+            self._room.free(rank, key)
             self._look()
 
     # ---- the worker
@@ -474,17 +435,14 @@ class PrefillWorker(MeshWorker):
             self._quiet.set()
             return
         task = self._tasks.pop(handoff.sequence)
-        waited = self._shared.end(handoff.sequence)
         if task.restoring is not None:
             task.restoring.cancel()
-        if task.prompt in self._waiting:
-            self._waiting.remove(task.prompt)
-        self._backlog.forget(handoff.sequence)
+        self._waiting = [one for one in self._waiting if one is not task.queued]
         self._forget_extracts(task)
         self._stop_computing(task)
         if error is not None:
             task.fail(error)
-        self._seek_again(waited, ended=True)
+        self._prompts.forget(handoff.sequence)
         self._adapters.poke()
         self._look()  # the freed pages may admit other prompts
         self._quiet.set()
@@ -541,8 +499,8 @@ class PrefillWorker(MeshWorker):
             context_tokens=self._mesh.context_tokens,
             draining=self._draining,
             handoffs=len(self._outgoing),
-            queued_tokens=self._backlog.tokens,
-            queued_pairs=self._backlog.pairs,
+            queued_tokens=self._prompts.backlog.tokens,
+            queued_pairs=self._prompts.backlog.pairs,
             can_prefill=True,
             chunk_tokens=self._mesh.chunk_buckets[-1],
             free_states=self._room.states.free_by_rank(),
@@ -552,10 +510,8 @@ class PrefillWorker(MeshWorker):
         )
 
     def _loads(self) -> tuple[PriorityLoad, ...]:
-        if not self._waiting and not self._backlog.tokens:
-            return ()
         waiting = Counter([one.priority for one in self._waiting])
-        queued = self._backlog.by_priority()
+        queued = self._prompts.backlog.by_priority()
         return tuple(
             [
                 PriorityLoad(one, waiting=waiting[one], queued_tokens=queued.get(one, 0))

@@ -36,7 +36,9 @@ class Bench:
             toy_request(number, prompt_tokens, max_tokens=max_tokens, grammar=grammar),
             stop_ids=(STOP,),
         )
-        self.reservations.enqueue(request, 1, ((0, ()),), arrival=float(number))
+        self.reservations.enqueue(
+            self.state.new_key(), request, 1, ((0, ()),), arrival=float(number)
+        )
         (group,) = self.reservations.grant(lease_until=9.0)
         self.state.advance(group, HandoffEvent.GENERATE, 9.0)
         self.batches.ready(group, (SampledToken(group.key, 0, first),), 0, 9.0)

@@ -64,7 +64,7 @@ def ready(bench: Bench, number: int, priority: int, prompt_tokens: int = 16) -> 
     """A sequence that has all its KV."""
     request = toy_request(number, prompt_tokens, max_tokens=30)
     waiting = replace(request, priority=priority)
-    bench.reservations.enqueue(waiting, 1, ((0, ()),), arrival=float(number))
+    bench.reservations.enqueue(bench.state.new_key(), waiting, 1, ((0, ()),), arrival=float(number))
     (group,) = bench.reservations.grant(lease_until=9.0)
     bench.state.advance(group, HandoffEvent.GENERATE, 9.0)
     bench.batches.ready(group, (SampledToken(group.key, 0, 1),), 0, 9.0)
@@ -74,7 +74,7 @@ def ready(bench: Bench, number: int, priority: int, prompt_tokens: int = 16) -> 
 def asks(bench: Bench, number: int, priority: int) -> WaitingReservation | None:
     """A request that waits for pages, if others yield to it."""
     request = replace(toy_request(number, 16, max_tokens=30), priority=priority)
-    bench.reservations.enqueue(request, 1, ((0, ()),), arrival=float(number))
+    bench.reservations.enqueue(bench.state.new_key(), request, 1, ((0, ()),), arrival=float(number))
     return bench.reservations.pressing()
 
 

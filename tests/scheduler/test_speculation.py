@@ -93,7 +93,9 @@ class Bench:
         request = replace(
             toy_request(number, 1, max_tokens=max_tokens), prompt_token_ids=tuple(prompt)
         )
-        self.reservations.enqueue(request, 1, ((0, ()),), arrival=float(number))
+        self.reservations.enqueue(
+            self.state.new_key(), request, 1, ((0, ()),), arrival=float(number)
+        )
         (group,) = self.reservations.grant(lease_until=9.0)
         self.state.advance(group, HandoffEvent.GENERATE, 9.0)
         self.batches.ready(group, (SampledToken(group.key, 0, self.text[0]),), 0, 9.0)

@@ -1,0 +1,311 @@
+"""The prompts of one mesh that computes prompts, on prefill workers and on decode workers.
+
+A prompt is looked up in the prefix cache when it arrives. If an earlier prompt is about to compute
+blocks that it needs, it waits for these blocks (`scheduler/shared_prompts.py`). When it has pages,
+it is queued for chunks (`scheduler/prefill_batches.py`). The blocks of a chunk are cached when the
+chunk is issued, because commands run in order."""
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+
+from jdisagg.messages.step_commands import PrefillChunk, SampleSpec
+from jdisagg.request import Request
+from jdisagg.scheduler.backlog import Backlog
+from jdisagg.scheduler.executor import MeshLimits
+from jdisagg.scheduler.prefill_batches import PrefillBatches, PrefillJob
+from jdisagg.scheduler.priorities import head_start
+from jdisagg.scheduler.residency import Chain, Residency
+from jdisagg.scheduler.sequences import wanted_of_prompt
+from jdisagg.scheduler.shared_prompts import ChunkTimes, SharedPrompts, waiting_pays
+from jdisagg.telemetry import Counters
+
+
+@dataclass(slots=True, eq=False)
+class Prompt:
+    """One prompt: the prompt of a request, and the tokens that earlier attempts generated.
+
+    Attributes:
+        arrival: Time of arrival, made earlier by the `head_start` of the priority.
+        chain: Names (hashes) of the prompt's full blocks; empty if no cached blocks may be used.
+        most_known: Number of leading positions that need not be computed if they are cached: all
+            but the last, or 0 if log-probabilities of prompt tokens are requested.
+        useful: Names of the blocks among these positions.
+        known: For each rank, the number of leading blocks of `useful` that were in pages at the
+            last look-up.
+        cached: For each rank, the number of leading positions after which a chunk could have begun
+            at the last look-up; empty if no block is useful.
+        rank: Data-parallel rank of the prompt's pages, or -1 if it has no pages.
+        cached_tokens: Number of positions that were cached when the prompt got pages.
+        epoch: Epoch of the prefix cache when the prompt got pages. Each clear of the cache starts a
+            new epoch.
+    """
+
+    key: int
+    request: Request
+    token_ids: tuple[int, ...]
+    arrival: float
+    chain: Chain
+    most_known: int
+    useful: Chain
+    known: tuple[int, ...] = ()
+    cached: tuple[int, ...] = ()
+    rank: int = -1
+    cached_tokens: int = 0
+    epoch: int = 0
+
+    @property
+    def tokens(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def known_tokens(self) -> int:
+        return max(self.cached, default=0)
+
+    @property
+    def left_tokens(self) -> int:
+        return self.tokens - self.known_tokens
+
+
+class Prompts:
+    """The prompts of one mesh, from their arrival until `forget`.
+
+    Args:
+        seek: Function that is called with a prompt that need not wait for blocks of another prompt
+            any longer.
+    """
+
+    def __init__(
+        self,
+        limits: MeshLimits,
+        kept: Residency,
+        ids: Callable[[], int],
+        now: Callable[[], float],
+        counters: Counters,
+        seek: Callable[[Prompt], None],
+    ) -> None:
+        self.backlog = Backlog()
+        self._limits = limits
+        self._kept = kept
+        self._now = now
+        self._counters = counters
+        self._seek = seek
+        # otherwise a hit needs a snapshot, which is cached when the prompt ends
+        self._shares = not kept.snapshots or limits.window_pages_per_rank > 0
+        self._batches = PrefillBatches(limits, ids, kept.cut_tokens, kept.begin_snapshot)
+        self._times = ChunkTimes(limits.chunk_buckets[-1])
+        self._shared = SharedPrompts()
+        self._prompts: dict[int, Prompt] = {}
+        self._steps_waited = 0  # decode steps since the last chunk, with a prompt queued
+
+    def __bool__(self) -> bool:
+        """Returns whether a prompt is queued for chunks."""
+        return bool(self._batches)
+
+    def __len__(self) -> int:
+        """Returns the number of prompts that are not forgotten."""
+        return len(self._prompts)
+
+    def begin(
+        self,
+        key: int,
+        request: Request,
+        accepted: tuple[int, ...],
+        arrival: float,
+        *,
+        named: bool = True,
+        shared: bool = True,
+    ) -> Prompt:
+        """Registers a prompt.
+
+        Args:
+            named: Whether cached blocks may be used.
+            shared: Whether `follows` may be called, and other prompts may wait for its blocks.
+        """
+        kept, tokens = self._kept, request.prompt_token_ids + accepted
+        chain = kept.chain(request, tokens) if named else ()
+        most = len(tokens) - 1 if wanted_of_prompt(request, accepted) is None else 0
+        useful = chain[: kept.usable_tokens(most, True) // kept.block_tokens] if chain else ()
+        arrival -= head_start(request.priority)
+        prompt = Prompt(key, request, tokens, arrival, chain, most, useful)
+        self._prompts[key] = prompt
+        if shared:
+            self._shared.begin(key, (arrival, key), chain)
+        return prompt
+
+    def look_up(self, prompt: Prompt) -> None:
+        if prompt.useful:
+            kept, ranks = self._kept, range(self._limits.ranks)
+            most = len(prompt.useful) * kept.block_tokens
+            prompt.known = tuple([kept.match(rank, prompt.useful) for rank in ranks])
+            prompt.cached = tuple(
+                [kept.cached_tokens(rank, prompt.useful, most, True) for rank in ranks]
+            )
+
+    def follows(self, prompt: Prompt) -> int:
+        """Looks a prompt up. If another prompt will compute blocks of it, and waiting for them is
+        faster than computing them, the prompt waits. Then returns the number of its leading
+        positions that will be cached, otherwise 0."""
+        self.look_up(prompt)
+        known = max(prompt.known, default=0)
+        leader = self._shared.leader(prompt.key, prompt.useful, known) if self._shares else None
+        if leader is None:
+            return 0
+        first = self._prompts[leader.key]
+        reuse = self._kept.usable_tokens(leader.blocks * self._kept.block_tokens, True)
+        common = reuse - prompt.known_tokens
+        waiting = [
+            one.left_tokens
+            for one in self._prompts.values()
+            if one.rank < 0 and one is not prompt and one is not first
+            if not self._shared.waits(one.key)
+        ]
+        before = sum(waiting) // self._limits.ranks
+        queued = [self.queued_tokens(rank) + before for rank in range(self._limits.ranks)]
+        rank = first.rank if first.rank >= 0 else None
+        ahead, left = first.left_tokens, prompt.left_tokens
+        if common < 1 or not waiting_pays(self._times, queued, rank, ahead, left, common):
+            return 0
+        self._shared.follow(prompt.key, leader)
+        self._counters.add("prefix_waits")
+        return reuse
+
+    def reached(self, prompt: Prompt) -> None:
+        """Records that the blocks that the last look-up found need not be waited for."""
+        self._release(self._shared.reached(prompt.key, max(prompt.known, default=0)))
+
+    def stall(self, key: int) -> None:
+        """Lets no prompt wait for this one until it goes on."""
+        self._release(self._shared.stall(key))
+
+    def rename(self) -> dict[int, Chain]:
+        """Names the blocks of all prompts without pages anew, because the weights have changed, and
+        lets no prompt wait for another. Returns the new names by key."""
+        free = [key for one in self._prompts for key in self._shared.end(one)]
+        waiting = [one for one in self._prompts.values() if one.rank < 0 and one.chain]
+        for one in waiting:
+            one.chain = self._kept.chain(one.request, one.token_ids)
+            one.useful = one.chain[: len(one.useful)]
+        self._release(tuple(free))
+        return {one.key: one.chain for one in waiting}
+
+    def _release(self, keys: tuple[int, ...], ended: bool = False) -> None:
+        for key in keys:
+            self._seek(self._prompts[key])
+            if ended and not self._shared.waits(key):
+                self._counters.add("prefix_waits_taken_over")
+
+    # ---- prompts that have pages
+
+    def queued_tokens(self, rank: int) -> int:
+        return self._batches.queued_tokens(rank)
+
+    def add(
+        self,
+        key: int,
+        rank: int,
+        pages: tuple[int, ...],
+        samples: tuple[SampleSpec, ...],
+        *,
+        cached_tokens: int,
+        epoch: int,
+        state: int = 0,
+        adapter: int = 0,
+        offers_from: int | None = None,
+        windows: tuple[int, ...] = (),
+    ) -> None:
+        """Queues a prompt for chunks (`PrefillJob`).
+
+        Args:
+            epoch: Epoch of the prefix cache when the prompt got its pages.
+        """
+        prompt = self._prompts[key]
+        prompt.rank, prompt.cached_tokens, prompt.epoch = rank, cached_tokens, epoch
+        request, tokens = prompt.request, prompt.token_ids
+        accepted = tokens[len(request.prompt_token_ids) :]
+        wanted = self._kept.wanted_snapshots(rank, prompt.chain, len(tokens), cached_tokens)
+        job = PrefillJob(
+            sequence=key,
+            rank=rank,
+            tokens=tokens,
+            pages=pages,
+            samples=samples,
+            arrival=prompt.arrival,
+            offers_from=offers_from,
+            cached_tokens=cached_tokens,
+            state=state,
+            prompt_logprobs=wanted_of_prompt(request, accepted),
+            snapshots=() if windows else wanted,
+            adapter=adapter,
+            priority=request.priority,
+            images=request.scoped_images,
+            windows=windows,
+        )
+        prompt.request = request.without_pixels()  # only the job needs the pixels
+        self._batches.add(job)
+        self.backlog.add(key, len(tokens), cached_tokens, request.priority)
+        self._shared.started(key)
+
+    def withdraw(self, key: int) -> None:
+        """Takes the prompt's chunks that are not issued from the queue. Its pages are freed."""
+        self._batches.remove(key)
+        if (prompt := self._prompts.get(key)) is not None:
+            prompt.rank = -1
+
+    def forget(self, key: int) -> None:
+        if self._prompts.pop(key, None) is not None:
+            self._batches.remove(key)
+            self.backlog.forget(key)
+            self._release(self._shared.end(key), ended=True)
+
+    # ---- chunks
+
+    def beside(self) -> tuple[int, ...]:
+        """Returns the sizes of the chunks that may run together with a decode step. Empty if
+        `grid_tokens` is set, because then a KV block must always be computed by the same
+        programs."""
+        on_grid = self._kept.on and not self._kept.keeps_answers
+        return () if on_grid else self._batches.beside(self._limits.mixed_buckets)
+
+    @property
+    def gathering(self) -> bool:
+        """Whether the queued prompts would wait for prompts of other dp ranks (`gather_steps`)."""
+        return self._steps_waited < self._limits.gather_steps and self._batches.gathers()
+
+    def next_chunk(
+        self,
+        step: int,
+        held: Collection[int] = (),
+        chunk_in_flight: bool = False,
+        beside: tuple[int, ...] = (),
+    ) -> PrefillChunk | None:
+        """Returns the next chunk, or None if there is none (`PrefillBatches.next_chunk`)."""
+        chunk = self._batches.next_chunk(step, held, chunk_in_flight, beside)
+        if chunk is None:
+            return None
+        self._steps_waited = 0
+        self._times.issued(self._now())
+        for row in chunk.rows:
+            prompt = self._prompts[row.sequence]
+            if prompt.chain:
+                self._keep(prompt, row.start + len(row.tokens))
+        return chunk
+
+    def _keep(self, prompt: Prompt, tokens: int) -> None:
+        kept = self._kept
+        chain = prompt.chain[: tokens // kept.block_tokens]
+        if self._shares and prompt.epoch == kept.epoch:
+            kept.keep(prompt.rank, prompt.key, chain)
+            if kept.snapshots:
+                kept.settle_snapshots(prompt.rank, prompt.key, chain)
+        self._release(self._shared.reached(prompt.key, len(chain)))
+
+    def computed(self, chunk: PrefillChunk) -> float:
+        """Returns the chunk's duration in seconds, without the time of earlier commands."""
+        for row in chunk.rows:
+            self.backlog.computed(row.sequence, len(row.tokens))
+        return self._times.computed(chunk.chunk_tokens, self._now())
+
+    def step_ended(self) -> None:
+        """Must be called after each command of prefill or decode."""
+        self._steps_waited = self._steps_waited + 1 if self._batches else 0
+        self._times.command_ended(self._now())
