@@ -47,6 +47,7 @@ from jdisagg.scheduler.decode_state import DecodeState
 from jdisagg.scheduler.executor import Executor, InterruptibleExecutor
 from jdisagg.scheduler.handoff import HandoffEvent, HandoffState
 from jdisagg.scheduler.host_blocks import MOST_WRITING_OF_DECODE, TierRoom
+from jdisagg.scheduler.prompt import Prompt
 from jdisagg.scheduler.reservations import Reservations
 from jdisagg.scheduler.residency import Residency
 from jdisagg.scheduler.sequences import Sequence, SequenceGroup, Stage
@@ -62,7 +63,7 @@ from jdisagg.worker.outgoing_kv import OutgoingHandoff
 from jdisagg.worker.page_grants import PageGrants
 from jdisagg.worker.page_requests import PageRequests, overdue_error
 from jdisagg.worker.peers import PeerResolver
-from jdisagg.worker.prompts import Prompt, Prompts
+from jdisagg.worker.prompts import Prompts
 from jdisagg.worker.reserved_prefixes import ReservedPrefixes
 from jdisagg.worker.span_stream import SpanStream
 from jdisagg.worker.spilled_kv import SpilledKv
@@ -90,9 +91,7 @@ class DecodeWorker(MeshWorker):
         self._interruptible = executor if isinstance(executor, InterruptibleExecutor) else None
         state = self._state = DecodeState(mesh, context.names, self._adapters.table)
         state.rank_bound = context.tiers.rank_bound
-        self._reservations = Reservations(
-            state, config.growth_tokens, config.ahead_sequences, computes=computes
-        )
+        self._reservations = Reservations(state, config.growth_tokens, config.ahead_sequences)
         self._batches = DecodeBatches.of(
             state, config, self._interruptible is not None, time.thread_time
         )
@@ -288,12 +287,16 @@ class DecodeWorker(MeshWorker):
         await self._compiled(call.request, call.deadline_seconds)
         async with self._adapters.held(call.request, call.deadline_seconds):
             self._take(call)
-            ticket = self._state.new_key()
-            granted = self._requests.open(ticket, call, arrival)
-            accepted, shared = call.children[0].accepted, self._computes
-            prompt = self._prompts.begin(
-                ticket, call.request, accepted, arrival, named=not call.whole, shared=shared
+            prompt = Prompt(
+                self._state.new_key(),
+                call.request,
+                call.children,
+                arrival,
+                call.attempt,
+                call.computes or self._computes,
             )
+            ticket, granted = prompt.key, self._requests.open(prompt)
+            self._prompts.begin(prompt, named=not call.whole, shared=self._computes)
             self._seek(prompt)
             self._settle()
             group = await self._requests.wait(ticket, granted, call.deadline_seconds)
@@ -316,7 +319,7 @@ class DecodeWorker(MeshWorker):
 
     def _seek(self, prompt: Prompt) -> None:
         if not self._prompts.follows(prompt):
-            self._requests.enqueue(prompt.key, prompt.chain)
+            self._requests.enqueue(prompt)
 
     def _seek_again(self, prompt: Prompt) -> None:
         self._seek(prompt)
@@ -564,7 +567,7 @@ class DecodeWorker(MeshWorker):
         self._settle()
 
     def _end_old(self, keep: bool) -> None:
-        self._reservations.rename(self._prompts.rename())
+        self._prompts.rename()
         for group in list(self._state.groups.values()):
             if not keep or any(child.stage is Stage.RESERVED for child in group.alive):
                 self._migration.abort(group.key, "the weights changed")

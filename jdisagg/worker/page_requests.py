@@ -16,24 +16,16 @@ from jdisagg.errors import (
     UnavailableError,
 )
 from jdisagg.messages.ports import ReserveCall
-from jdisagg.plain import plain
 from jdisagg.request import Request
 from jdisagg.scheduler.handoff import HandoffState
+from jdisagg.scheduler.prompt import Prompt
 from jdisagg.scheduler.reservations import Reservations
-from jdisagg.scheduler.residency import Chain
 from jdisagg.scheduler.sequences import SequenceGroup
 
 _OVERDUE = {
     HandoffState.RESERVED: "its lease passed before generate took it over",
     HandoffState.ORPHANED: "its source failed, and its lease passed before another came",
 }
-
-
-@plain
-class _Waiting:
-    call: ReserveCall
-    arrival: float
-    granted: "asyncio.Future[SequenceGroup]"
 
 
 class PageRequests:
@@ -53,7 +45,7 @@ class PageRequests:
         self._reservations = reservations
         self._limit = limit
         self._drop = drop
-        self._waiting: dict[int, _Waiting] = {}  # by ticket
+        self._waiting: dict[int, tuple[Prompt, asyncio.Future[SequenceGroup]]] = {}  # by ticket
 
     def __len__(self) -> int:
         """Returns the number of calls that wait."""
@@ -62,9 +54,9 @@ class PageRequests:
     def check(self, call: ReserveCall) -> None:
         """Raises InvalidRequestError if even an idle worker has no room for the request, and
         OverloadedError if too many requests wait."""
-        self._reservations.check(call.request, _children(call))
+        self._reservations.check(call.request, call.children)
         waiting, priority = len(self._waiting), call.request.priority
-        before = sum([one.call.request.priority >= priority for one in self._waiting.values()])
+        before = sum([one.priority >= priority for one, _ in self._waiting.values()])
         if before >= self._limit or waiting >= 2 * self._limit:
             raise OverloadedError(
                 f"worker {self._worker!r}: {waiting} requests wait for pages, the queue's limit;"
@@ -72,26 +64,15 @@ class PageRequests:
                 retry_after_seconds=1.0,
             )
 
-    def open(
-        self, ticket: int, call: ReserveCall, arrival: float
-    ) -> "asyncio.Future[SequenceGroup]":
-        """Returns a future that `grant` sets, after `enqueue` was called with the ticket."""
+    def open(self, prompt: Prompt) -> "asyncio.Future[SequenceGroup]":
+        """Returns a future that `grant` sets, some time after `enqueue` was called."""
         granted = asyncio.get_running_loop().create_future()
-        self._waiting[ticket] = _Waiting(call, arrival, granted)
+        self._waiting[prompt.key] = prompt, granted
         return granted
 
-    def enqueue(self, ticket: int, chain: Chain) -> None:
-        if (waiting := self._waiting.get(ticket)) is not None:
-            call = waiting.call
-            self._reservations.enqueue(
-                ticket,
-                call.request,
-                call.attempt,
-                _children(call),
-                waiting.arrival,
-                chain,
-                call.computes,
-            )
+    def enqueue(self, prompt: Prompt) -> None:
+        if prompt.key in self._waiting:
+            self._reservations.enqueue(prompt)
 
     async def wait(
         self, ticket: int, granted: "asyncio.Future[SequenceGroup]", seconds: float
@@ -113,17 +94,17 @@ class PageRequests:
             raise
 
     def grant(self, group: SequenceGroup) -> None:
-        self._waiting.pop(group.key).granted.set_result(group)
+        self._waiting.pop(group.key)[1].set_result(group)
 
     def supersede(self, request: Request, indices: set[int], attempt: int) -> int:
         """Ends waiting requests that a new attempt replaces: those of earlier attempts for the same
         request and children. Returns their number."""
         tickets = [
             ticket
-            for ticket, waiting in self._waiting.items()
-            if waiting.call.request.identity == request.identity
-            and waiting.call.attempt < attempt
-            and indices & {child.index for child in waiting.call.children}
+            for ticket, (prompt, _) in self._waiting.items()
+            if prompt.request.identity == request.identity
+            and prompt.attempt < attempt
+            and indices & {child.index for child in prompt.children}
         ]
         for ticket in tickets:
             self._end(ticket, HandoffError(f"the attempt was superseded by attempt {attempt}"))
@@ -135,7 +116,7 @@ class PageRequests:
 
     def _end(self, ticket: int, error: JdisaggError) -> None:
         self._reservations.withdraw(ticket)
-        granted = self._waiting.pop(ticket).granted
+        _, granted = self._waiting.pop(ticket)
         if not granted.done():
             granted.set_exception(error)
 
@@ -143,10 +124,6 @@ class PageRequests:
         self._reservations.withdraw(ticket)
         self._waiting.pop(ticket, None)
         self._drop(ticket)
-
-
-def _children(call: ReserveCall) -> tuple[tuple[int, tuple[int, ...]], ...]:
-    return tuple([(child.index, child.accepted) for child in call.children])
 
 
 def overdue_error(group: SequenceGroup) -> JdisaggError:

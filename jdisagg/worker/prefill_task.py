@@ -9,10 +9,10 @@ from jdisagg.messages.step_commands import PrefillRow, SampleSpec
 from jdisagg.prompt_logprobs import PromptLogprobs
 from jdisagg.request import CachedTokens
 from jdisagg.scheduler.prefill_admission import QueuedPrompt
+from jdisagg.scheduler.prompt import Prompt
 from jdisagg.scheduler.sequences import sample_spec
 from jdisagg.worker.kv_sources import RestoredBlocks
 from jdisagg.worker.outgoing_kv import OutgoingHandoff
-from jdisagg.worker.prompts import Prompt
 
 
 class PrefillTask:

@@ -55,6 +55,7 @@ from jdisagg.scheduler.prefill_admission import (
     RankLoad,
     admit,
 )
+from jdisagg.scheduler.prompt import Prompt
 from jdisagg.scheduler.prompt_room import PromptRoom
 from jdisagg.scheduler.residency import Chain, Residency
 from jdisagg.scheduler.state_slots import snapshots_of
@@ -70,7 +71,7 @@ from jdisagg.worker.outgoing_kv import (
 )
 from jdisagg.worker.peers import PeerResolver
 from jdisagg.worker.prefill_task import PrefillTask, offers_of_row
-from jdisagg.worker.prompts import Prompt, Prompts
+from jdisagg.worker.prompts import Prompts
 
 CHUNKS_OFFERED = 4
 
@@ -232,7 +233,6 @@ class PrefillWorker(MeshWorker):
             epoch=kept.epoch,
             state=slot,
             adapter=self._adapters.table.slot_of(task.call.request),
-            offers_from=task.call.from_token,
             windows=windows,
         )
         if room.windows and room.windows[rank].repeats(key):
@@ -337,15 +337,22 @@ class PrefillWorker(MeshWorker):
 
     def _new_task(self, call: PrefillCall, now: float) -> PrefillTask:
         self._last_key += 1
-        prompt = self._prompts.begin(
-            self._last_key, call.request, call.children[0].accepted, now - call.age_seconds
+        prompt = Prompt(
+            self._last_key,
+            call.request,
+            call.children,
+            now - call.age_seconds,
+            call.attempt,
+            offers_from=call.from_token,
         )
         restored = RestoredBlocks(self._residency.block_tokens)
-        return PrefillTask(prompt, call, restored, now + call.deadline_seconds, now)
+        return PrefillTask(
+            self._prompts.begin(prompt), call, restored, now + call.deadline_seconds, now
+        )
 
     def _query(self, task: PrefillTask) -> RestoreQuery:
         prompt = task.prompt
-        ahead = max(0, self._prompts.backlog.tokens - prompt.left_tokens)
+        ahead = max(0, self._prompts.backlog.tokens - prompt.tokens + prompt.known_tokens)
         hinted = min(task.call.peer_tokens, prompt.most_known)
         return RestoreQuery(prompt.useful, prompt.known, ahead, task.call.peer, hinted)
 
@@ -362,8 +369,7 @@ class PrefillWorker(MeshWorker):
         self._look()
 
     def _count_backlog(self, prompt: Prompt, known_tokens: int) -> None:
-        priority = prompt.request.priority
-        self._prompts.backlog.add(prompt.key, prompt.tokens, known_tokens, priority)
+        self._prompts.backlog.add(prompt.key, prompt.tokens, known_tokens, prompt.priority)
 
     def _restored(self, task: PrefillTask) -> None:
         if self._tasks.get(task.prompt.key) is task:
@@ -377,13 +383,13 @@ class PrefillWorker(MeshWorker):
         prompt = task.prompt
         task.queued = QueuedPrompt(
             key=prompt.key,
-            arrival=prompt.arrival,
+            arrival=prompt.order[0],
             destination=task.call.destination,
             tokens=prompt.tokens,
             pages=pages_for(prompt.tokens, self._mesh.page_size),
             cached_tokens=prompt.cached,
             states=self._room.needed(prompt.tokens),
-            priority=prompt.request.priority,
+            priority=prompt.priority,
         )
         bisect.insort(self._waiting, task.queued, key=_order)
 

@@ -6,64 +6,15 @@ it is queued for chunks (`scheduler/prefill_batches.py`). The blocks of a chunk 
 chunk is issued, because commands run in order."""
 
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
 
 from jdisagg.messages.step_commands import PrefillChunk, SampleSpec
-from jdisagg.request import Request
 from jdisagg.scheduler.backlog import Backlog
 from jdisagg.scheduler.executor import MeshLimits
-from jdisagg.scheduler.prefill_batches import PrefillBatches, PrefillJob
-from jdisagg.scheduler.priorities import head_start
-from jdisagg.scheduler.residency import Chain, Residency
-from jdisagg.scheduler.sequences import wanted_of_prompt
+from jdisagg.scheduler.prefill_batches import PrefillBatches
+from jdisagg.scheduler.prompt import Prompt
+from jdisagg.scheduler.residency import Residency
 from jdisagg.scheduler.shared_prompts import ChunkTimes, SharedPrompts, waiting_pays
 from jdisagg.telemetry import Counters
-
-
-@dataclass(slots=True, eq=False)
-class Prompt:
-    """One prompt: the prompt of a request, and the tokens that earlier attempts generated.
-
-    Attributes:
-        arrival: Time of arrival, made earlier by the `head_start` of the priority.
-        chain: Names (hashes) of the prompt's full blocks; empty if no cached blocks may be used.
-        most_known: Number of leading positions that need not be computed if they are cached: all
-            but the last, or 0 if log-probabilities of prompt tokens are requested.
-        useful: Names of the blocks among these positions.
-        known: For each rank, the number of leading blocks of `useful` that were in pages at the
-            last look-up.
-        cached: For each rank, the number of leading positions after which a chunk could have begun
-            at the last look-up; empty if no block is useful.
-        rank: Data-parallel rank of the prompt's pages, or -1 if it has no pages.
-        cached_tokens: Number of positions that were cached when the prompt got pages.
-        epoch: Epoch of the prefix cache when the prompt got pages. Each clear of the cache starts a
-            new epoch.
-    """
-
-    key: int
-    request: Request
-    token_ids: tuple[int, ...]
-    arrival: float
-    chain: Chain
-    most_known: int
-    useful: Chain
-    known: tuple[int, ...] = ()
-    cached: tuple[int, ...] = ()
-    rank: int = -1
-    cached_tokens: int = 0
-    epoch: int = 0
-
-    @property
-    def tokens(self) -> int:
-        return len(self.token_ids)
-
-    @property
-    def known_tokens(self) -> int:
-        return max(self.cached, default=0)
-
-    @property
-    def left_tokens(self) -> int:
-        return self.tokens - self.known_tokens
 
 
 class Prompts:
@@ -105,32 +56,26 @@ class Prompts:
         """Returns the number of prompts that are not forgotten."""
         return len(self._prompts)
 
-    def begin(
-        self,
-        key: int,
-        request: Request,
-        accepted: tuple[int, ...],
-        arrival: float,
-        *,
-        named: bool = True,
-        shared: bool = True,
-    ) -> Prompt:
-        """Registers a prompt.
+    def begin(self, prompt: Prompt, *, named: bool = True, shared: bool = True) -> Prompt:
+        """Registers a prompt and names its blocks.
 
         Args:
             named: Whether cached blocks may be used.
-            shared: Whether `follows` may be called, and other prompts may wait for its blocks.
+            shared: Whether the prompt may wait for blocks of other prompts, and they for its own.
         """
-        kept, tokens = self._kept, request.prompt_token_ids + accepted
-        chain = kept.chain(request, tokens) if named else ()
-        most = len(tokens) - 1 if wanted_of_prompt(request, accepted) is None else 0
-        useful = chain[: kept.usable_tokens(most, True) // kept.block_tokens] if chain else ()
-        arrival -= head_start(request.priority)
-        prompt = Prompt(key, request, tokens, arrival, chain, most, useful)
-        self._prompts[key] = prompt
+        self._prompts[prompt.key] = prompt
+        if named:
+            self._name(prompt)
         if shared:
-            self._shared.begin(key, (arrival, key), chain)
+            self._shared.begin(prompt.key, prompt.order, prompt.chain)
         return prompt
+
+    def _name(self, prompt: Prompt) -> None:
+        kept = self._kept
+        prompt.chain = kept.chain(prompt.request, prompt.token_ids)
+        if prompt.chain:
+            usable = kept.usable_tokens(prompt.most_known, prompt.computes)
+            prompt.useful = prompt.chain[: usable // kept.block_tokens]
 
     def look_up(self, prompt: Prompt) -> None:
         if prompt.useful:
@@ -154,7 +99,7 @@ class Prompts:
         reuse = self._kept.usable_tokens(leader.blocks * self._kept.block_tokens, True)
         common = reuse - prompt.known_tokens
         waiting = [
-            one.left_tokens
+            one.tokens - one.known_tokens
             for one in self._prompts.values()
             if one.rank < 0 and one is not prompt and one is not first
             if not self._shared.waits(one.key)
@@ -162,7 +107,7 @@ class Prompts:
         before = sum(waiting) // self._limits.ranks
         queued = [self.queued_tokens(rank) + before for rank in range(self._limits.ranks)]
         rank = first.rank if first.rank >= 0 else None
-        ahead, left = first.left_tokens, prompt.left_tokens
+        ahead, left = first.tokens - first.known_tokens, prompt.tokens - prompt.known_tokens
         if common < 1 or not waiting_pays(self._times, queued, rank, ahead, left, common):
             return 0
         self._shared.follow(prompt.key, leader)
@@ -177,16 +122,15 @@ class Prompts:
         """Lets no prompt wait for this one until it goes on."""
         self._release(self._shared.stall(key))
 
-    def rename(self) -> dict[int, Chain]:
+    def rename(self) -> None:
         """Names the blocks of all prompts without pages anew, because the weights have changed, and
-        lets no prompt wait for another. Returns the new names by key."""
-        free = [key for one in self._prompts for key in self._shared.end(one)]
-        waiting = [one for one in self._prompts.values() if one.rank < 0 and one.chain]
-        for one in waiting:
-            one.chain = self._kept.chain(one.request, one.token_ids)
-            one.useful = one.chain[: len(one.useful)]
-        self._release(tuple(free))
-        return {one.key: one.chain for one in waiting}
+        lets no prompt wait for another."""
+        free = [self._prompts[key] for one in self._prompts for key in self._shared.end(one)]
+        for prompt in self._prompts.values():
+            if prompt.rank < 0 and prompt.chain:
+                self._name(prompt)
+        for prompt in free:
+            self._seek(prompt)
 
     def _release(self, keys: tuple[int, ...], ended: bool = False) -> None:
         for key in keys:
@@ -210,39 +154,25 @@ class Prompts:
         epoch: int,
         state: int = 0,
         adapter: int = 0,
-        offers_from: int | None = None,
         windows: tuple[int, ...] = (),
     ) -> None:
-        """Queues a prompt for chunks (`PrefillJob`).
+        """Queues a prompt for chunks.
 
         Args:
             epoch: Epoch of the prefix cache when the prompt got its pages.
         """
         prompt = self._prompts[key]
-        prompt.rank, prompt.cached_tokens, prompt.epoch = rank, cached_tokens, epoch
-        request, tokens = prompt.request, prompt.token_ids
-        accepted = tokens[len(request.prompt_token_ids) :]
-        wanted = self._kept.wanted_snapshots(rank, prompt.chain, len(tokens), cached_tokens)
-        job = PrefillJob(
-            sequence=key,
-            rank=rank,
-            tokens=tokens,
-            pages=pages,
-            samples=samples,
-            arrival=prompt.arrival,
-            offers_from=offers_from,
-            cached_tokens=cached_tokens,
-            state=state,
-            prompt_logprobs=wanted_of_prompt(request, accepted),
-            snapshots=() if windows else wanted,
-            adapter=adapter,
-            priority=request.priority,
-            images=request.scoped_images,
-            windows=windows,
+        prompt.rank, prompt.pages, prompt.windows = rank, pages, windows
+        prompt.cached_tokens, prompt.epoch = cached_tokens, epoch
+        prompt.samples, prompt.state, prompt.adapter = samples, state, adapter
+        wanted = self._kept.wanted_snapshots(rank, prompt.chain, prompt.tokens, cached_tokens)
+        prompt.snapshots = () if windows else wanted
+        prompt.images, prompt.request = (
+            prompt.request.scoped_images,
+            prompt.request.without_pixels(),
         )
-        prompt.request = request.without_pixels()  # only the job needs the pixels
-        self._batches.add(job)
-        self.backlog.add(key, len(tokens), cached_tokens, request.priority)
+        self._batches.add(prompt)
+        self.backlog.add(key, prompt.tokens, cached_tokens, prompt.priority)
         self._shared.started(key)
 
     def withdraw(self, key: int) -> None:
@@ -286,6 +216,8 @@ class Prompts:
         self._times.issued(self._now())
         for row in chunk.rows:
             prompt = self._prompts[row.sequence]
+            if row.samples:
+                prompt.images = ()
             if prompt.chain:
                 self._keep(prompt, row.start + len(row.tokens))
         return chunk

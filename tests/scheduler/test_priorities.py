@@ -16,11 +16,11 @@ from jdisagg.scheduler.priorities import (
     to_preempt,
     yields,
 )
-from jdisagg.scheduler.reservations import WaitingReservation
+from jdisagg.scheduler.prompt import Prompt
 from jdisagg.scheduler.sequences import Sequence, SequenceGroup
 from tests.fakes.cluster import toy_request
 from tests.fakes.fake_executor import toy_limits
-from tests.scheduler.bench import Bench
+from tests.scheduler.bench import Bench, waiting
 from tests.scheduler.prompts import batches, job, snapshot
 
 NUMBERS = st.integers(-20, 20)
@@ -63,18 +63,18 @@ def test_the_lowest_and_newest_are_preempted_and_no_more_than_needed(
 def ready(bench: Bench, number: int, priority: int, prompt_tokens: int = 16) -> Sequence:
     """A sequence that has all its KV."""
     request = toy_request(number, prompt_tokens, max_tokens=30)
-    waiting = replace(request, priority=priority)
-    bench.reservations.enqueue(bench.state.new_key(), waiting, 1, ((0, ()),), arrival=float(number))
+    request = replace(request, priority=priority)
+    bench.reservations.enqueue(waiting(bench.state, request, number))
     (group,) = bench.reservations.grant(lease_until=9.0)
     bench.state.advance(group, HandoffEvent.GENERATE, 9.0)
     bench.batches.ready(group, (SampledToken(group.key, 0, 1),), 0, 9.0)
     return group.children[0]
 
 
-def asks(bench: Bench, number: int, priority: int) -> WaitingReservation | None:
+def asks(bench: Bench, number: int, priority: int) -> Prompt | None:
     """A request that waits for pages, if others yield to it."""
     request = replace(toy_request(number, 16, max_tokens=30), priority=priority)
-    bench.reservations.enqueue(bench.state.new_key(), request, 1, ((0, ()),), arrival=float(number))
+    bench.reservations.enqueue(waiting(bench.state, request, number))
     return bench.reservations.pressing()
 
 
@@ -87,13 +87,13 @@ def full_bench(*priorities: int) -> tuple[Bench, list[Sequence]]:
 def test_pages_of_the_lowest_priority_and_of_the_newest_go_to_a_higher_one() -> None:
     bench, (_, old, new, _) = full_bench(2, 0, 0, 1)
     assert asks(bench, 9, 0) is None, "an equal priority yields nothing"
-    waiting = asks(bench, 10, 3)
-    assert waiting is not None and waiting.priority == 3
-    assert bench.reservations.grant_one(waiting, 99.0) is None
-    assert bench.reservations.to_preempt(waiting, (0,)) == [new]
-    assert bench.reservations.to_preempt(waiting, (5,)) == [], "copies free as many"
+    first = asks(bench, 10, 3)
+    assert first is not None and first.priority == 3
+    assert bench.reservations.grant_one(first, 99.0) is None
+    assert bench.reservations.to_preempt(first, (0,)) == [new]
+    assert bench.reservations.to_preempt(first, (5,)) == [], "copies free as many"
     bench.state.set_aside(new)
-    group = bench.reservations.grant_one(waiting, 99.0)
+    group = bench.reservations.grant_one(first, 99.0)
     assert isinstance(group, SequenceGroup) and group.request.priority == 3
     assert old.stage is not new.stage
 
@@ -130,8 +130,8 @@ def test_a_prompt_of_higher_priority_goes_between_the_chunks_of_a_lower_one() ->
     packer = batches()
     packer.add(job(1, 150))
     assert [row.sequence for row in packer.next_chunk(0).rows] == [1]  # type: ignore[union-attr]
-    packer.add(replace(job(2, 10, arrival=-1.0), priority=0))
-    packer.add(replace(job(3, 20, arrival=-PRIORITY_SECONDS), priority=1))
+    packer.add(job(2, 10, arrival=-1.0))
+    packer.add(job(3, 20, priority=1))
     rows = []
     while (chunk := packer.next_chunk(0)) is not None:
         rows.append([row.sequence for row in chunk.rows])
