@@ -13,15 +13,15 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 
-from jdisagg.messages.worker_status import WorkerRole, WorkerStatus
 from jdisagg.request import FinishReason, Identity
 from jdisagg.scheduler.adapter_table import AdapterTable
 from jdisagg.scheduler.executor import MeshLimits
 from jdisagg.scheduler.handoff import HandoffEvent, HandoffState, sweep
 from jdisagg.scheduler.page_ledger import PageLedger, pages_for
+from jdisagg.scheduler.prompt_room import PromptRoom
 from jdisagg.scheduler.residency import BlockNames, Chain, Residency
 from jdisagg.scheduler.sequences import ChildProgress, Sequence, SequenceGroup, Stage
-from jdisagg.scheduler.state_slots import StateSlots, snapshots_of
+from jdisagg.scheduler.state_slots import snapshots_of
 
 
 class DecodeState:
@@ -43,8 +43,10 @@ class DecodeState:
     ) -> None:
         self.limits = limits
         self.ledgers = [PageLedger(limits.pages_per_rank) for _ in range(limits.ranks)]
-        self.states = StateSlots(limits)
-        self.residency = Residency(self.ledgers, limits.page_size, names, snapshots_of(limits))
+        self.room = PromptRoom(limits)
+        self.states = self.room.states
+        snapshots = snapshots_of(limits, self.room.windows)
+        self.residency = Residency(self.ledgers, limits.page_size, names, snapshots)
         self.slots: list[list[Sequence | None]] = [
             [None] * limits.slots_per_rank for _ in range(limits.ranks)
         ]
@@ -140,28 +142,6 @@ class DecodeState:
                 if child.stage is Stage.RESERVED:
                     pages[group.rank].update(self.ledgers[group.rank].pages(child.key))
         return tuple(map(len, pages))
-
-    def status(self, name: str, role: WorkerRole, layout: str) -> WorkerStatus:
-        """Returns a worker's status. Only the fields that this state determines are filled in."""
-        limits = self.limits
-        return WorkerStatus(
-            name=name,
-            role=role,
-            layout=layout,
-            free_pages=tuple([ledger.free_pages for ledger in self.ledgers]),
-            total_pages=tuple([ledger.total_pages for ledger in self.ledgers]),
-            running=sum(self.living),
-            waiting=0,
-            slots=limits.ranks * limits.slots_per_rank,
-            page_size=limits.page_size,
-            context_tokens=limits.context_tokens,
-            preemptions=self.preemptions,
-            reserved_pages=self.reserved_pages(),
-            rank_sequences=tuple(self.living),
-            rank_contexts=self.contexts(),
-            free_states=self.states.free_by_rank(),
-            total_states=self.states.total_by_rank(),
-        )
 
     @property
     def one_priority(self) -> bool:

@@ -95,7 +95,9 @@ class SharedPrompts:
         return self._release(prompt, blocks)
 
     def stall(self, key: int) -> tuple[int, ...]:
-        prompt = self._prompts[key]
+        prompt = self._prompts.get(key)
+        if prompt is None:
+            return ()
         prompt.stalled = True
         return self._release(prompt, len(prompt.chain))
 

@@ -43,19 +43,15 @@ from jdisagg.messages.step_commands import (
 from jdisagg.messages.worker_status import WorkerRole, WorkerStatus
 from jdisagg.request import FinishReason, Request
 from jdisagg.scheduler.decode_batches import DecodeBatches
-from jdisagg.scheduler.decode_state import DecodeState
 from jdisagg.scheduler.executor import Executor, InterruptibleExecutor
 from jdisagg.scheduler.handoff import HandoffEvent, HandoffState
-from jdisagg.scheduler.host_blocks import MOST_WRITING_OF_DECODE, TierRoom
 from jdisagg.scheduler.prompt import Prompt
 from jdisagg.scheduler.reservations import Reservations
-from jdisagg.scheduler.residency import Residency
 from jdisagg.scheduler.sequences import Sequence, SequenceGroup, Stage
 from jdisagg.scheduler.step_policy import Action, StepSnapshot, next_step
-from jdisagg.worker.given_kv import GivenKv
 from jdisagg.worker.incoming_handoff import Received
 from jdisagg.worker.incoming_kv import IncomingKv
-from jdisagg.worker.kv_sources import KvSources, RestoredBlocks
+from jdisagg.worker.kv_sources import RestoredBlocks
 from jdisagg.worker.mesh_worker import MeshWorker, WorkerContext
 from jdisagg.worker.migration import MigrationSender
 from jdisagg.worker.mixed_steps import MixedSteps
@@ -63,7 +59,6 @@ from jdisagg.worker.outgoing_kv import OutgoingHandoff
 from jdisagg.worker.page_grants import PageGrants
 from jdisagg.worker.page_requests import PageRequests, overdue_error
 from jdisagg.worker.peers import PeerResolver
-from jdisagg.worker.prompts import Prompts
 from jdisagg.worker.reserved_prefixes import ReservedPrefixes
 from jdisagg.worker.span_stream import SpanStream
 from jdisagg.worker.spilled_kv import SpilledKv
@@ -84,24 +79,18 @@ class DecodeWorker(MeshWorker):
         mode: Mode = Mode.DISAGGREGATED,
         fetches: bool = False,
     ) -> None:
-        lease_seconds = min(limits.handoff_lease_seconds, limits.reservation_lease_seconds)
-        super().__init__(context, executor, config, limits, lease_seconds)
-        mesh, counters = executor.limits, self.counters
         self._computes = computes = mode is not Mode.DISAGGREGATED
+        role = WorkerRole.MIXED if computes else WorkerRole.DECODE
+        lease_seconds = min(limits.handoff_lease_seconds, limits.reservation_lease_seconds)
+        fetches_from = peers if fetches else None
+        super().__init__(role, context, executor, config, limits, lease_seconds, fetches_from)
+        mesh, counters = executor.limits, self.counters
         self._interruptible = executor if isinstance(executor, InterruptibleExecutor) else None
-        state = self._state = DecodeState(mesh, context.names, self._adapters.table)
+        state = self._state
         state.rank_bound = context.tiers.rank_bound
         self._reservations = Reservations(state, config.growth_tokens, config.ahead_sequences)
         self._batches = DecodeBatches.of(
             state, config, self._interruptible is not None, time.thread_time
-        )
-        self._prompts = Prompts(
-            mesh.computed,
-            state.residency,
-            context.ids,
-            context.clock.now,
-            counters,
-            self._seek_again,
         )
         can_prefill = computes or mesh.append_buckets
         self._chunk_tokens = mesh.computed.chunk_buckets[-1] if can_prefill else 0
@@ -124,11 +113,7 @@ class DecodeWorker(MeshWorker):
             timeouts,
             counters,
         )
-        self._sources = self._sources_from(peers if fetches else None)
         self._prefixes = ReservedPrefixes(self._sources, state, computes=computes)
-        self._given = GivenKv(
-            self._sources, self._outgoing, self._loop, mesh, context, counters, decodes=True
-        )
         state.give_way = self._given.give_way
         waits = timeouts.spilled_seconds
         self._spilled = SpilledKv(state, self._loop, mesh, context, counters, self._settle, waits)
@@ -144,15 +129,8 @@ class DecodeWorker(MeshWorker):
             counters,
         )
 
-    def _sources_from(self, peers: PeerResolver | None) -> KvSources:
-        # blocks of models with state are restored only together with a snapshot
-        kept = self._state.residency
-        room = TierRoom() if kept.snapshots else self._context.tiers
-        found = self._find_sources(
-            kept, None if kept.snapshots else peers, room, MOST_WRITING_OF_DECODE
-        )
-        found.may_take = self._reservations.spares
-        return found
+    def _may_take(self, rank: int, pages: int) -> bool:
+        return self._reservations.spares(rank, pages)
 
     # ---- the loop
 
@@ -237,10 +215,9 @@ class DecodeWorker(MeshWorker):
 
     def _granted(self, group: SequenceGroup) -> None:
         self._streams[group.key] = SpanStream(group, self._hello.weights)
-        if group.computes and group.cached_tokens:
+        if group.computes:
             slot = self._state.states.slot(group.rank, group.key)
-            kept, chain = self._state.residency, group.chain
-            self._continue_from(kept, group.rank, chain, group.cached_tokens, slot)
+            self._continue_from(group.rank, group.chain, group.cached_tokens, slot)
         self._requests.grant(group)
 
     def _spill(self, child: Sequence) -> bool:
@@ -321,7 +298,7 @@ class DecodeWorker(MeshWorker):
         if not self._prompts.follows(prompt):
             self._requests.enqueue(prompt)
 
-    def _seek_again(self, prompt: Prompt) -> None:
+    def _released(self, prompt: Prompt) -> None:
         self._seek(prompt)
         # deferred, because a step may be being planned
         asyncio.get_running_loop().call_soon(self._settle)
@@ -488,9 +465,7 @@ class DecodeWorker(MeshWorker):
 
     def fail(self, group: SequenceGroup, error: JdisaggError) -> None:
         if isinstance(error, BrokenModelError):
-            # the cached blocks that it started from may be the cause
-            self._forget_kept(group.rank, "broken")
-            self._sources.erase_later()
+            self._forget_broken(group.rank)
         stream = self._streams.get(group.key)
         if stream is not None:
             stream.fail(error)
@@ -503,12 +478,7 @@ class DecodeWorker(MeshWorker):
     def _requests_running(self) -> list[Request]:
         return [group.request for group in self._state.groups.values()]
 
-    @property
-    def _kept(self) -> Residency:
-        return self._state.residency
-
     async def stop(self) -> None:
-        self._given.stop()
         await super().stop()
         self._spilled.stop()
         self._incoming.stop()
@@ -517,18 +487,12 @@ class DecodeWorker(MeshWorker):
     async def acknowledge(self, handoff_id: int, offer_ids: tuple[int, ...]) -> None:
         await super().acknowledge(handoff_id, offer_ids)
         self._migration.poke()
-        self._given.moved()
 
     async def fetch(self, call: FetchCall) -> FetchReply:
         # lossily compressed KV differs from the KV that the requesting worker would compute
         if self._draining or self._config.codec != "none":
             return FetchReply()
-        return await self._given.give(call)
-
-    def _forget_kept(self, rank: int | None, cause: str) -> int:
-        # a reset of all workers may take this long
-        self._given.close_for(self._limits.timeouts.request.status_seconds)
-        return super()._forget_kept(rank, cause)
+        return await super().fetch(call)
 
     def _sent(self, handoff: OutgoingHandoff, error: JdisaggError | None) -> None:
         if self._given.ended(handoff.sequence):
@@ -576,15 +540,18 @@ class DecodeWorker(MeshWorker):
         for stream in self._streams.values():
             stream.weights = self._hello.weights
 
-    def _status(self) -> WorkerStatus:
-        role = WorkerRole.MIXED if self._computes else WorkerRole.DECODE
+    def _status(self, common: WorkerStatus) -> WorkerStatus:
+        state, mesh = self._state, self._mesh
         return msgspec.structs.replace(
-            self._state.status(self.name, role, self._layout),
+            common,
+            running=sum(state.living),
+            slots=mesh.ranks * mesh.slots_per_rank,
+            preemptions=state.preemptions,
+            reserved_pages=state.reserved_pages(),
+            rank_sequences=tuple(state.living),
+            rank_contexts=state.contexts(),
             waiting=len(self._reservations) + self._spilled.spills.waiting(),
-            draining=self._draining,
             handoffs=len(self._incoming) + len(self._outgoing),
-            queued_tokens=self._prompts.backlog.tokens,
-            queued_pairs=self._prompts.backlog.pairs,
             can_prefill=self._chunk_tokens > 0,
             chunk_tokens=self._chunk_tokens,
             kept=self._kept_tiers(*self._spilled.stats()),

@@ -9,6 +9,7 @@ two steps. If a sequence needs pages and none is free, the youngest transfer is 
 are released."""
 
 import asyncio
+from collections.abc import Callable
 
 from jdisagg.errors import HandoffError, InvalidRequestError, JdisaggError
 from jdisagg.messages.ports import FetchCall, FetchReply, HandoffEnd, Offer
@@ -18,7 +19,6 @@ from jdisagg.scheduler.residency import Chain
 from jdisagg.telemetry import Counters
 from jdisagg.worker.background import BackgroundTasks
 from jdisagg.worker.kv_sources import KvSources, RestoreQuery
-from jdisagg.worker.mesh_worker import WorkerContext
 from jdisagg.worker.outgoing_kv import (
     OutgoingHandoff,
     OutgoingKv,
@@ -47,7 +47,8 @@ class GivenKv:
         outgoing: OutgoingKv,
         loop: StepLoop,
         mesh: MeshLimits,
-        context: WorkerContext,
+        ids: Callable[[], int],
+        now: Callable[[], float],
         counters: Counters,
         decodes: bool,
     ) -> None:
@@ -57,7 +58,8 @@ class GivenKv:
         self._outgoing = outgoing
         self._loop = loop
         self._mesh = mesh
-        self._context = context
+        self._ids = ids
+        self._now = now
         self._counters = counters
         self._given: dict[int, tuple[int, OutgoingHandoff]] = {}  # rank and hand-off, by owner
         self._holding: set[int] = set()  # owners that still hold pages
@@ -73,7 +75,7 @@ class GivenKv:
     def close_for(self, seconds: float) -> None:
         """Sends no blocks for `seconds`. Otherwise workers that have just reset their caches could
         fetch old blocks."""
-        self._closed_until = self._context.clock.now() + seconds
+        self._closed_until = self._now() + seconds
 
     def stop(self) -> None:
         self._tasks.cancel()
@@ -107,7 +109,7 @@ class GivenKv:
             return FetchReply()
         owner = self._kept.guest()
         pages = self._kept.hold(rank, owner, call.names[:count])
-        until = self._context.clock.now() + call.deadline_seconds
+        until = self._now() + call.deadline_seconds
         handoff = OutgoingHandoff(call.handoff_id, 0, owner, until, call.asker)
         self._given[owner] = rank, handoff
         self._holding.add(owner)
@@ -150,7 +152,7 @@ class GivenKv:
             and not self._mesh.ring_pages
             and kept.block_tokens == call.block_tokens
             and self._loop.failure is None
-            and self._context.clock.now() >= self._closed_until
+            and self._now() >= self._closed_until
             and len(self._given) + self._beginning
             < (MOST_GIVEN_WITH_STATE if kept.snapshots else MOST_GIVEN)
         )
@@ -168,7 +170,7 @@ class GivenKv:
     ) -> "list[asyncio.Future[StepResult]]":
         tokens = len(chain) * self._kept.block_tokens
         place = self._kept.use_snapshot(rank, chain, tokens)
-        offers = snapshot_offers(self._mesh, rank, tokens, self._context.ids)
+        offers = snapshot_offers(self._mesh, rank, tokens, self._ids)
         return [self._extract(handoff, offer, place) for offer in offers]
 
     async def _offer(
@@ -189,9 +191,7 @@ class GivenKv:
                     self._moved.clear()
                     await self._moved.wait()
                 extracts: list[asyncio.Future[StepResult]] = []
-                for offer in offers_of_pages(
-                    self._mesh, rank, start, start + size, self._context.ids
-                ):
+                for offer in offers_of_pages(self._mesh, rank, start, start + size, self._ids):
                     if self._decodes:
                         await self._places.acquire()
                     if handoff.over:

@@ -246,11 +246,7 @@ class KvSources:
 
     Args:
         sources: The worker's sources. If plans save equal time, an earlier source is preferred.
-
-    Attributes:
         may_take: Function that returns whether a restore may reserve a number of pages of a rank.
-        ready: Function that returns whether the programs of restores are loaded. Until they are,
-            nothing is restored.
     """
 
     def __init__(
@@ -260,13 +256,14 @@ class KvSources:
         counters: Counters,
         now: Callable[[], float],
         sources: Iterable[KvSource] = (),
+        may_take: Callable[[int, int], bool] = lambda rank, pages: True,
     ) -> None:
         self.kept = kept
         self._page_size = page_size
         self._counters = counters
         self._now = now
         self._sources = tuple(sources)
-        self.may_take: Callable[[int, int], bool] = lambda rank, pages: True
+        self._may_take = may_take
         self._running: Counter[Origin] = Counter()
         self._tasks = BackgroundTasks()
 
@@ -370,7 +367,7 @@ class KvSources:
         kept, rank, chain = self.kept, restore.plan.rank, restore.plan.chain
         size, owner = kept.block_tokens, kept.guest()
         count = len(chain) * size // self._page_size
-        if not self.may_take(rank, count - restore.first * size // self._page_size):
+        if not self._may_take(rank, count - restore.first * size // self._page_size):
             return None
         pages = kept.reserve(rank, owner, chain, restore.first * size, count)
         if pages is None:

@@ -28,23 +28,27 @@ from jdisagg.grammar.compiler import GrammarCompiler
 from jdisagg.messages.kept_blocks import KeptMark, KeptNews, KeptScheme
 from jdisagg.messages.ports import Child, FetchCall, FetchReply, PeerHello, PeerMessage
 from jdisagg.messages.step_commands import STUCK_TOKEN, CopyPages, StepCommand, StepResult
-from jdisagg.messages.worker_status import KeptTier, LinkTimes, WorkerStatus
+from jdisagg.messages.worker_status import KeptTier, LinkTimes, WorkerRole, WorkerStatus
 from jdisagg.request import CachedTokens, Identity, Request
+from jdisagg.scheduler.decode_state import DecodeState
 from jdisagg.scheduler.executor import Executor
-from jdisagg.scheduler.host_blocks import TierRoom
+from jdisagg.scheduler.host_blocks import MOST_WRITING, MOST_WRITING_OF_DECODE, TierRoom
 from jdisagg.scheduler.kept_events import KeptEvents
 from jdisagg.scheduler.kept_view import KeptBlock, kept_blocks
 from jdisagg.scheduler.prices import Prices
-from jdisagg.scheduler.residency import BlockNames, Chain, Residency
+from jdisagg.scheduler.prompt import Prompt
+from jdisagg.scheduler.residency import BlockNames, Chain
 from jdisagg.telemetry import Counters
 from jdisagg.worker.adapter_loads import AdapterLoads
 from jdisagg.worker.background import SideCalls
 from jdisagg.worker.disk_tier import DiskTier
+from jdisagg.worker.given_kv import GivenKv
 from jdisagg.worker.host_tier import HostTier
 from jdisagg.worker.kv_sources import KvSource, KvSources
 from jdisagg.worker.outgoing_kv import OutgoingHandoff, OutgoingKv
 from jdisagg.worker.peer_fetch import PeerFetch
 from jdisagg.worker.peers import PeerResolver, Peers, hello_of
+from jdisagg.worker.prompts import Prompts
 from jdisagg.worker.step_loop import DEPTH, StepLoop
 from jdisagg.worker.weights_updates import ServedWeights, WeightsUpdates
 
@@ -92,18 +96,24 @@ class MeshWorker(ABC):
     Args:
         shortest_lease_seconds: Length of the shortest lease. The check for expired leases runs at
             least four times in this period.
+        peers: Function that returns the interface of another worker from which cached KV may be
+            fetched; None if none may be fetched.
         depth: Largest number of planned prefill and decode commands in flight.
     """
 
     def __init__(
         self,
+        role: WorkerRole,
         context: WorkerContext,
         executor: Executor,
         config: InstanceConfig,
         limits: LimitsConfig,
         shortest_lease_seconds: float,
+        peers: PeerResolver | None,
         depth: int = DEPTH,
     ) -> None:
+        decodes = role is not WorkerRole.PREFILL
+        self._role = role
         self.name = context.name
         self.address = context.address
         self.boot_id = context.ids()
@@ -138,7 +148,7 @@ class MeshWorker(ABC):
             self.counters,
             self._requests_running,
         )
-        own = self.counters, context.clock.now
+        own, now = (self.counters, context.clock.now), context.clock.now
         self.weights = WeightsUpdates(self, context.weights, self._loop, *own)
         self._attempts = Attempts()
         self._grammars: GrammarCompiler | None = None
@@ -146,8 +156,23 @@ class MeshWorker(ABC):
         self._sweeping: asyncio.Task[None] | None = None
         self._draining = False
         self._forgotten = 0  # blocks that were cleared rather than evicted for lack of room
-        self._sources: KvSources  # set by the subclass, which owns the prefix cache
         self._quiet = asyncio.Event()
+        self._state = DecodeState(executor.limits, context.names, self._adapters.table)
+        self._kept = self._state.residency
+        self._prompts = Prompts(
+            executor.limits.computed, self._kept, context.ids, now, self.counters, self._released
+        )
+        self._sources = self._find_sources(peers, decodes)
+        self._given = GivenKv(
+            self._sources,
+            self._outgoing,
+            self._loop,
+            executor.limits,
+            context.ids,
+            now,
+            self.counters,
+            decodes,
+        )
 
     def constrain(self, grammars: GrammarCompiler | None) -> None:
         """Sets the grammar compiler. Without one, requests with a grammar are refused."""
@@ -161,6 +186,7 @@ class MeshWorker(ABC):
 
     async def stop(self) -> None:
         """Ends all work with UnavailableError. Does not close the executor."""
+        self._given.stop()
         self._end_everything(UnavailableError(f"worker {self.name!r} was stopped"))
         if self._sweeping is not None:
             self._sweeping.cancel()
@@ -214,9 +240,23 @@ class MeshWorker(ABC):
     def status_now(self) -> WorkerStatus:
         """Returns the worker's status. Raises UnavailableError if the mesh has failed."""
         self._loop.check()
-        context = self._context
-        return msgspec.structs.replace(
-            self._status(),
+        context, ledgers, states = self._context, self._state.ledgers, self._state.states
+        common = WorkerStatus(
+            name=self.name,
+            role=self._role,
+            layout=self._layout,
+            running=0,
+            waiting=0,
+            slots=0,
+            free_pages=tuple([ledger.free_pages for ledger in ledgers]),
+            total_pages=tuple([ledger.total_pages for ledger in ledgers]),
+            page_size=self._mesh.page_size,
+            context_tokens=self._mesh.context_tokens,
+            draining=self._draining,
+            queued_tokens=self._prompts.backlog.tokens,
+            queued_pairs=self._prompts.backlog.pairs,
+            free_states=states.free_by_rank(),
+            total_states=states.total_by_rank(),
             kv_channels=context.kv_channels(),
             times=context.times(),
             links=self._links(),
@@ -227,6 +267,7 @@ class MeshWorker(ABC):
             asleep=self.weights.asleep,
             images=self._mesh.images is not None,
         )
+        return self._status(common)
 
     @property
     def kept_scheme(self) -> KeptScheme | None:
@@ -251,22 +292,18 @@ class MeshWorker(ABC):
     async def hello(self, hello: PeerHello) -> PeerHello:
         return await self._outgoing.hello(hello)
 
-    @abstractmethod
-    async def fetch(self, call: FetchCall) -> FetchReply: ...
+    async def fetch(self, call: FetchCall) -> FetchReply:
+        return await self._given.give(call)
 
     def offers(self, handoff_id: int, attempt: int) -> AsyncIterator[PeerMessage]:
         return self._outgoing.offers(handoff_id, attempt)
 
     async def acknowledge(self, handoff_id: int, offer_ids: tuple[int, ...]) -> None:
         await self._outgoing.acknowledge(handoff_id, offer_ids)
+        self._given.moved()
 
     async def abort(self, handoff_id: int, reason: str) -> None:
         await self._outgoing.abort(handoff_id, reason)
-
-    @property
-    @abstractmethod
-    def _kept(self) -> Residency:
-        """The prefix cache in the mesh's pages."""
 
     @abstractmethod
     def _plan(self, step: int) -> StepCommand | None:
@@ -278,8 +315,12 @@ class MeshWorker(ABC):
         """Processes the result of a planned command."""
 
     @abstractmethod
-    def _status(self) -> WorkerStatus:
-        """Returns the part of the status that differs between the two kinds of workers."""
+    def _status(self, common: WorkerStatus) -> WorkerStatus:
+        """Completes a status with what differs between the two kinds of workers."""
+
+    @abstractmethod
+    def _released(self, prompt: Prompt) -> None:
+        """Called when a prompt need not wait for blocks of another prompt any longer."""
 
     @abstractmethod
     def _requests_running(self) -> list[Request]:
@@ -316,11 +357,12 @@ class MeshWorker(ABC):
     def _links(self) -> tuple[LinkTimes, ...]:
         return tuple([link for peers in self._connections for link in peers.meter.links()])
 
-    def _find_sources(
-        self, kept: Residency, peers: PeerResolver | None, room: TierRoom, most_writing: int
-    ) -> KvSources:
-        loop, mesh, now = self._loop, self._mesh, self._clock.now
-        ids = self._context.ids
+    def _find_sources(self, peers: PeerResolver | None, decodes: bool) -> KvSources:
+        kept, loop, mesh, now = self._kept, self._loop, self._mesh, self._clock.now
+        ids, room = self._context.ids, self._context.tiers
+        if decodes and kept.snapshots:  # their blocks are of use only with a snapshot
+            peers, room = None, TierRoom()
+        most_writing = MOST_WRITING_OF_DECODE if decodes else MOST_WRITING
         self._host = HostTier(kept, loop, mesh, room, ids, self.counters, most_writing)
         self._disk = DiskTier(kept, loop, self._host, room, self.counters, now)
         sources: list[KvSource] = [tier for tier in (self._host, self._disk) if tier.on]
@@ -337,8 +379,11 @@ class MeshWorker(ABC):
                 self.counters,
             )
             sources.append(fetch)
-        found = KvSources(kept, mesh.page_size, self.counters, now, sources)
-        return found
+        return KvSources(kept, mesh.page_size, self.counters, now, sources, self._may_take)
+
+    def _may_take(self, rank: int, pages: int) -> bool:
+        """Returns whether a restore may reserve this number of pages."""
+        return True
 
     def _kept_tiers(self, *spilled: KeptTier) -> tuple[KeptTier, ...]:
         kept, mesh = self._kept, self._mesh
@@ -380,24 +425,30 @@ class MeshWorker(ABC):
             self.counters.add("snapshots_used", used - self.counters["snapshots_used"])
             self.counters.add("snapshots_evicted", evicted - self.counters["snapshots_evicted"])
 
-    def _continue_from(
-        self, kept: Residency, rank: int, chain: Chain, tokens: int, slot: int
-    ) -> None:
+    def _continue_from(self, rank: int, chain: Chain, tokens: int, slot: int) -> None:
         """Copies the snapshot after `tokens` cached positions to a sequence's state slot, if the
         model keeps state. Must be called when the sequence gets pages, before the snapshot can be
         evicted."""
-        if kept.snapshots:
-            (source,) = kept.use_snapshot(rank, chain, tokens)
+        if self._kept.snapshots and tokens:
+            (source,) = self._kept.use_snapshot(rank, chain, tokens)
             copies = ((rank, source, slot),)
             self._loop.fire(CopyPages(self._loop.next_number(), (), copies))
 
     def _forget_kept(self, rank: int | None, cause: str) -> int:
+        # a reset of all workers may take this long
+        self._given.close_for(self._limits.timeouts.request.status_seconds)
         elsewhere = self._sources.clear(cause)
         blocks = self._kept.clear(rank)
         self._forgotten += blocks
         if blocks:
             self.counters.add("prefix_blocks_evicted", blocks, cause=cause)
         return blocks + elsewhere
+
+    def _forget_broken(self, rank: int) -> None:
+        """Drops the cached blocks of a rank, which may be the cause of a result that is no
+        number."""
+        self._forget_kept(rank, "broken")
+        self._sources.erase_later()
 
     async def _compiled(self, request: Request, seconds: float) -> None:
         """Compiles the request's grammar, if any.

@@ -24,14 +24,7 @@ from jdisagg.errors import (
     OverloadedError,
     UnavailableError,
 )
-from jdisagg.messages.ports import (
-    FetchCall,
-    FetchReply,
-    FirstToken,
-    Offer,
-    PrefillCall,
-    PrefillReply,
-)
+from jdisagg.messages.ports import FirstToken, Offer, PrefillCall, PrefillReply
 from jdisagg.messages.step_commands import (
     BROKEN_TOKEN,
     STUCK_TOKEN,
@@ -46,8 +39,7 @@ from jdisagg.messages.step_commands import (
 from jdisagg.messages.worker_status import PriorityLoad, WorkerRole, WorkerStatus
 from jdisagg.request import Request
 from jdisagg.scheduler.executor import Executor
-from jdisagg.scheduler.host_blocks import MOST_WRITING
-from jdisagg.scheduler.page_ledger import PageLedger, pages_for
+from jdisagg.scheduler.page_ledger import pages_for
 from jdisagg.scheduler.prefill_admission import (
     Admission,
     AdmissionSnapshot,
@@ -56,10 +48,7 @@ from jdisagg.scheduler.prefill_admission import (
     admit,
 )
 from jdisagg.scheduler.prompt import Prompt
-from jdisagg.scheduler.prompt_room import PromptRoom
-from jdisagg.scheduler.residency import Chain, Residency
-from jdisagg.scheduler.state_slots import snapshots_of
-from jdisagg.worker.given_kv import GivenKv
+from jdisagg.scheduler.residency import Chain
 from jdisagg.worker.kv_sources import RestoredBlocks, RestoreQuery
 from jdisagg.worker.mesh_worker import MeshWorker, WorkerContext
 from jdisagg.worker.outgoing_kv import (
@@ -71,7 +60,6 @@ from jdisagg.worker.outgoing_kv import (
 )
 from jdisagg.worker.peers import PeerResolver
 from jdisagg.worker.prefill_task import PrefillTask, offers_of_row
-from jdisagg.worker.prompts import Prompts
 
 CHUNKS_OFFERED = 4
 
@@ -89,24 +77,15 @@ class PrefillWorker(MeshWorker):
     ) -> None:
         mesh = executor.limits
         depth = mesh.stages + 1  # one chunk per stage, and one in the queue
-        super().__init__(context, executor, config, limits, limits.handoff_lease_seconds, depth)
-        self._ledgers = [PageLedger(mesh.pages_per_rank) for _ in range(mesh.ranks)]
-        self._room = PromptRoom(mesh)
-        snapshots = snapshots_of(mesh, self._room.windows)
-        self._residency = Residency(self._ledgers, mesh.page_size, context.names, snapshots)
-        self._sources = self._find_sources(self._residency, peers, context.tiers, MOST_WRITING)
-        self._given = GivenKv(
-            self._sources, self._outgoing, self._loop, mesh, context, self.counters, decodes=False
-        )
-        self._prompts = Prompts(
-            mesh, self._residency, context.ids, context.clock.now, self.counters, self._seek
-        )
+        lease = limits.handoff_lease_seconds
+        role = WorkerRole.PREFILL
+        super().__init__(role, context, executor, config, limits, lease, peers, depth)
+        self._room = self._state.room
         self._extracts: deque[tuple[PrefillTask, Offer]] = deque()
         self._extracting: dict[int, PrefillTask] = {}  # by offer
         self._tasks: dict[int, PrefillTask] = {}
         self._waiting: list[QueuedPrompt] = []  # by arrival
         self._computing: dict[int, PrefillTask] = {}  # prompts with pages
-        self._last_key = 0
         # the offers of chunks in the pipeline are published already
         chunks = CHUNKS_OFFERED + mesh.stages - 1
         self._most_offered = chunks * mesh.ranks * mesh.chunk_buckets[-1] * mesh.layer_groups
@@ -172,7 +151,7 @@ class PrefillWorker(MeshWorker):
 
     def _load(self, rank: int) -> RankLoad:
         return RankLoad(
-            self._ledgers[rank].free_pages,
+            self._state.ledgers[rank].free_pages,
             self._prompts.queued_tokens(rank),
             self._room.available(rank),
         )
@@ -188,7 +167,7 @@ class PrefillWorker(MeshWorker):
                 self._prompts.stall(task.prompt.key)
         for place, (key, rank) in enumerate(admission.placed):
             task, states = self._tasks[key], self._room.needed(self._tasks[key].prompt.tokens)
-            prompt, kept = task.prompt, self._residency
+            prompt, kept = task.prompt, self._kept
             cached = kept.cached_tokens(rank, prompt.chain, prompt.most_known, to_compute=True)
             if self._room.available(rank) < states:
                 break  # the withdrawn prompts held fewer pages of windows than they might need
@@ -211,7 +190,7 @@ class PrefillWorker(MeshWorker):
         pages: tuple[int, ...],
         later: tuple[tuple[int, int], ...],
     ) -> None:
-        kept, room, prompt = self._residency, self._room, task.prompt
+        kept, room, prompt = self._kept, self._room, task.prompt
         key, chain, tokens = prompt.key, prompt.chain, prompt.tokens
         slot, windows = 0, tuple[int, ...]()
         if room.windows:
@@ -222,8 +201,7 @@ class PrefillWorker(MeshWorker):
         else:
             room.states.take(rank, key)
             slot = room.states.slot(rank, key)
-            if cached:
-                self._continue_from(kept, rank, chain, cached, slot)
+            self._continue_from(rank, chain, cached, slot)
         self._prompts.add(
             key,
             rank,
@@ -265,7 +243,7 @@ class PrefillWorker(MeshWorker):
         key = task.prompt.key
         task.handoff.announce((offer,), offer_weight(self._mesh, offer))
         self._extracting[offer.offer_id] = task
-        pages = self._ledgers[offer.rank].pages(key)
+        pages = self._state.ledgers[offer.rank].pages(key)
         pages = self._room.place(offer.kind, offer.rank, key, pages)
         return extraction(step, offer, pages, self._mesh.page_size, self._hello.checksum_key)
 
@@ -282,7 +260,7 @@ class PrefillWorker(MeshWorker):
             task = self._new_task(call, self._clock.now())
             self._tasks[task.prompt.key] = task
         self._outgoing.open(task.handoff)
-        self._seek(task.prompt)
+        self._released(task.prompt)
         try:
             return await within(task.reply, call.deadline_seconds)
         except TimeoutError:
@@ -336,16 +314,15 @@ class PrefillWorker(MeshWorker):
             )
 
     def _new_task(self, call: PrefillCall, now: float) -> PrefillTask:
-        self._last_key += 1
         prompt = Prompt(
-            self._last_key,
+            self._state.new_key(),
             call.request,
             call.children,
             now - call.age_seconds,
             call.attempt,
             offers_from=call.from_token,
         )
-        restored = RestoredBlocks(self._residency.block_tokens)
+        restored = RestoredBlocks(self._kept.block_tokens)
         return PrefillTask(
             self._prompts.begin(prompt), call, restored, now + call.deadline_seconds, now
         )
@@ -356,7 +333,7 @@ class PrefillWorker(MeshWorker):
         hinted = min(task.call.peer_tokens, prompt.most_known)
         return RestoreQuery(prompt.useful, prompt.known, ahead, task.call.peer, hinted)
 
-    def _seek(self, prompt: Prompt) -> None:
+    def _released(self, prompt: Prompt) -> None:
         task, follows = self._tasks[prompt.key], self._prompts.follows(prompt)
         self._count_backlog(prompt, follows or prompt.known_tokens)
         if follows:
@@ -400,9 +377,7 @@ class PrefillWorker(MeshWorker):
         if unchosen:
             error = self._unchosen(task.call.request, unchosen[0])
             if isinstance(error, BrokenModelError):
-                # the cached blocks that it started from may be the cause
-                self._forget_kept(task.prompt.rank, "broken")
-                self._sources.erase_later()
+                self._forget_broken(task.prompt.rank)
             self._outgoing.end(task.handoff, error)
             return
         tokens = task.prompt.tokens - task.prompt.cached_tokens
@@ -418,23 +393,20 @@ class PrefillWorker(MeshWorker):
 
     def _end_if_done(self, task: PrefillTask) -> None:
         if task.firsts is not None and not task.extracting:
-            fresh = task.prompt.epoch == self._residency.epoch
+            fresh = task.prompt.epoch == self._kept.epoch
             self._stop_computing(task, task.prompt.chain if fresh else ())
+            self._prompts.forget(task.prompt.key)
             self._outgoing.finish(task.handoff, task.end)
 
     def _stop_computing(self, task: PrefillTask, chain: Chain = ()) -> None:
         key, rank = task.prompt.key, task.prompt.rank
         if self._computing.pop(key, None) is not None:
             self._prompts.withdraw(key)
-            self._residency.let_go(rank, key, chain)
+            self._kept.let_go(rank, key, chain)
             self._room.free(rank, key)
             self._look()
 
     # ---- the worker
-
-    @property
-    def _kept(self) -> Residency:
-        return self._residency
 
     def _sent(self, handoff: OutgoingHandoff, error: JdisaggError | None) -> None:
         if self._given.ended(handoff.sequence):
@@ -465,19 +437,7 @@ class PrefillWorker(MeshWorker):
 
     async def acknowledge(self, handoff_id: int, offer_ids: tuple[int, ...]) -> None:
         await super().acknowledge(handoff_id, offer_ids)
-        self._given.moved()
         self._look()
-
-    async def fetch(self, call: FetchCall) -> FetchReply:
-        return await self._given.give(call)
-
-    def _forget_kept(self, rank: int | None, cause: str) -> int:
-        self._given.close_for(self._limits.timeouts.request.status_seconds)
-        return super()._forget_kept(rank, cause)
-
-    async def stop(self) -> None:
-        self._given.stop()
-        await super().stop()
 
     def _busy(self) -> bool:
         return len(self._outgoing) > 0
@@ -491,26 +451,15 @@ class PrefillWorker(MeshWorker):
     def _end_everything(self, error: UnavailableError) -> None:
         self._outgoing.end_all(error)
 
-    def _status(self) -> WorkerStatus:
-        return WorkerStatus(
-            name=self.name,
-            role=WorkerRole.PREFILL,
-            layout=self._layout,
-            free_pages=tuple([ledger.free_pages for ledger in self._ledgers]),
-            total_pages=tuple([ledger.total_pages for ledger in self._ledgers]),
+    def _status(self, common: WorkerStatus) -> WorkerStatus:
+        return msgspec.structs.replace(
+            common,
             running=len(self._computing),
             waiting=len(self._waiting),
             slots=self._mesh.ranks * self._mesh.rows_per_chunk,
-            page_size=self._mesh.page_size,
-            context_tokens=self._mesh.context_tokens,
-            draining=self._draining,
             handoffs=len(self._outgoing),
-            queued_tokens=self._prompts.backlog.tokens,
-            queued_pairs=self._prompts.backlog.pairs,
             can_prefill=True,
             chunk_tokens=self._mesh.chunk_buckets[-1],
-            free_states=self._room.states.free_by_rank(),
-            total_states=self._room.states.total_by_rank(),
             kept=self._kept_tiers(),
             priorities=self._loads(),
         )

@@ -246,7 +246,7 @@ async def test_a_prompt_is_appended_behind_what_came_back() -> None:
     ) as cluster:
         first = other(1)
         history = first.prompt_token_ids + tuple((await cluster.collect(first)).tokens[0])
-        cluster.prefill._residency.clear()
+        cluster.prefill._kept.clear()
         filler = other(2, 147)
         await cluster.ask(filler)
         kept = cluster.decode._kept

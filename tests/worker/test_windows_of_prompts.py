@@ -52,7 +52,7 @@ async def test_prompts_do_not_repeat_pages_because_of_windows_where_nothing_ende
             await cluster.collect(asked(number, tokens))
         (windows,) = cluster.prefill._room.windows
         assert windows.free_pages < 25 < windows.kept_pages
-        at = cluster.prefill._residency.cached_tokens(
-            0, cluster.prefill._residency.chain(asked(99, tokens), tokens), 48, True
+        at = cluster.prefill._kept.cached_tokens(
+            0, cluster.prefill._kept.chain(asked(99, tokens), tokens), 48, True
         )
         assert at == 48, "every block of the newest prompt can be continued from"
