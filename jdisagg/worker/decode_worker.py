@@ -3,7 +3,7 @@
 In modes CHUNKED and UNIFIED the mesh computes prompts itself. In mode DISAGGREGATED it receives
 their KV from prefill workers. It may still compute prompts with few uncached tokens
 (`MeshLimits.append_buckets`). Cached blocks in slower tiers are restored to reserved pages
-(`worker/reserved_prefixes.py`). `scheduler/step_policy.py` chooses the next command;
+(`KvSources.fill`). `scheduler/step_policy.py` chooses the next command;
 `scheduler/reservations.py` and `decode_batches.py` assign pages and slots. Other decode workers
 take over running sequences through `PeerPort`, and other workers fetch cached blocks. If a source
 of KV fails, the reservation waits for another source. `_settle` runs after each change of state."""
@@ -51,7 +51,7 @@ from jdisagg.scheduler.sequences import Sequence, SequenceGroup, Stage
 from jdisagg.scheduler.step_policy import Action, StepSnapshot, next_step
 from jdisagg.worker.incoming_handoff import Received
 from jdisagg.worker.incoming_kv import IncomingKv
-from jdisagg.worker.kv_sources import RestoredBlocks
+from jdisagg.worker.kv_sources import RestoredBlocks, RestoreQuery
 from jdisagg.worker.mesh_worker import MeshWorker, WorkerContext
 from jdisagg.worker.migration import MigrationSender
 from jdisagg.worker.mixed_steps import MixedSteps
@@ -59,7 +59,6 @@ from jdisagg.worker.outgoing_kv import OutgoingHandoff
 from jdisagg.worker.page_grants import PageGrants
 from jdisagg.worker.page_requests import PageRequests, overdue_error
 from jdisagg.worker.peers import PeerResolver
-from jdisagg.worker.reserved_prefixes import ReservedPrefixes
 from jdisagg.worker.span_stream import SpanStream
 from jdisagg.worker.spilled_kv import SpilledKv
 
@@ -81,9 +80,7 @@ class DecodeWorker(MeshWorker):
     ) -> None:
         self._computes = computes = mode is not Mode.DISAGGREGATED
         role = WorkerRole.MIXED if computes else WorkerRole.DECODE
-        lease_seconds = min(limits.handoff_lease_seconds, limits.reservation_lease_seconds)
-        fetches_from = peers if fetches else None
-        super().__init__(role, context, executor, config, limits, lease_seconds, fetches_from)
+        super().__init__(role, context, executor, config, limits, peers if fetches else None)
         mesh, counters = executor.limits, self.counters
         self._interruptible = executor if isinstance(executor, InterruptibleExecutor) else None
         state = self._state
@@ -113,7 +110,6 @@ class DecodeWorker(MeshWorker):
             timeouts,
             counters,
         )
-        self._prefixes = ReservedPrefixes(self._sources, state, computes=computes)
         state.give_way = self._given.give_way
         waits = timeouts.spilled_seconds
         self._spilled = SpilledKv(state, self._loop, mesh, context, counters, self._settle, waits)
@@ -205,7 +201,7 @@ class DecodeWorker(MeshWorker):
                 self._incoming.forget(key, "the receiver gave the sequence up")
                 self._migration.abort(key, "the sequence has ended")
                 self._prompts.forget(key)
-                self._prefixes.forget(key)
+                self._sources.let_go(key)
         some_spilled = self._spilled.settle()
         if serves and (self._reservations.queue or some_spilled):
             self._grants.give_free(seconds, self._granted)
@@ -279,15 +275,30 @@ class DecodeWorker(MeshWorker):
             group = await self._requests.wait(ticket, granted, call.deadline_seconds)
         if not group.alive:
             raise self._not_held(ticket, call.attempt)
-        tokens = group.prompt_tokens + len(call.children[0].accepted)
         self._hold(group, call.deadline_seconds)  # a restore may outlast the lease
         try:
-            restored = await self._prefixes.restore(group, call)
+            restored = await self._restore(group, prompt, call)
         except BaseException:
             self._drop(ticket)
             raise
-        self._count_reuse(tokens, self._prefixes.used(group, restored))
+        self._count_reuse(prompt, group.rank, group.cached_tokens, restored)
         return self._reserved(group, restored)
+
+    async def _restore(
+        self, group: SequenceGroup, prompt: Prompt, call: ReserveCall
+    ) -> RestoredBlocks:
+        kept, rank = self._kept, group.rank
+        restored, known = RestoredBlocks(kept.block_tokens), [0] * self._mesh.ranks
+        if prompt.useful:
+            known[rank] = group.cached_tokens // kept.block_tokens
+            hinted = min(call.peer_tokens, prompt.most_known)
+            instead = "compute" if prompt.computes else "receive"
+            query = RestoreQuery(prompt.useful, tuple(known), 0, call.peer, hinted, rank, instead)
+            pages = self._state.ledgers[rank].pages(group.key)
+            blocks = await self._sources.fill(query, group.key, pages, restored)
+            usable = kept.usable_tokens(blocks * kept.block_tokens, prompt.computes)
+            group.cached_tokens = max(group.cached_tokens, usable)
+        return restored
 
     def _hold(self, group: SequenceGroup, seconds: float) -> None:
         group.handoff = group.handoff.expect(self._clock.now() + seconds)

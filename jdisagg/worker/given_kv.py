@@ -48,7 +48,6 @@ class GivenKv:
         loop: StepLoop,
         mesh: MeshLimits,
         ids: Callable[[], int],
-        now: Callable[[], float],
         counters: Counters,
         decodes: bool,
     ) -> None:
@@ -59,7 +58,6 @@ class GivenKv:
         self._loop = loop
         self._mesh = mesh
         self._ids = ids
-        self._now = now
         self._counters = counters
         self._given: dict[int, tuple[int, OutgoingHandoff]] = {}  # rank and hand-off, by owner
         self._holding: set[int] = set()  # owners that still hold pages
@@ -75,7 +73,7 @@ class GivenKv:
     def close_for(self, seconds: float) -> None:
         """Sends no blocks for `seconds`. Otherwise workers that have just reset their caches could
         fetch old blocks."""
-        self._closed_until = self._now() + seconds
+        self._closed_until = self._outgoing.now() + seconds
 
     def stop(self) -> None:
         self._tasks.cancel()
@@ -109,7 +107,7 @@ class GivenKv:
             return FetchReply()
         owner = self._kept.guest()
         pages = self._kept.hold(rank, owner, call.names[:count])
-        until = self._now() + call.deadline_seconds
+        until = self._outgoing.now() + call.deadline_seconds
         handoff = OutgoingHandoff(call.handoff_id, 0, owner, until, call.asker)
         self._given[owner] = rank, handoff
         self._holding.add(owner)
@@ -152,7 +150,7 @@ class GivenKv:
             and not self._mesh.ring_pages
             and kept.block_tokens == call.block_tokens
             and self._loop.failure is None
-            and self._now() >= self._closed_until
+            and self._outgoing.now() >= self._closed_until
             and len(self._given) + self._beginning
             < (MOST_GIVEN_WITH_STATE if kept.snapshots else MOST_GIVEN)
         )

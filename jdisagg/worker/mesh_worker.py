@@ -29,7 +29,7 @@ from jdisagg.messages.kept_blocks import KeptMark, KeptNews, KeptScheme
 from jdisagg.messages.ports import Child, FetchCall, FetchReply, PeerHello, PeerMessage
 from jdisagg.messages.step_commands import STUCK_TOKEN, CopyPages, StepCommand, StepResult
 from jdisagg.messages.worker_status import KeptTier, LinkTimes, WorkerRole, WorkerStatus
-from jdisagg.request import CachedTokens, Identity, Request
+from jdisagg.request import Identity, Request
 from jdisagg.scheduler.decode_state import DecodeState
 from jdisagg.scheduler.executor import Executor
 from jdisagg.scheduler.host_blocks import MOST_WRITING, MOST_WRITING_OF_DECODE, TierRoom
@@ -44,7 +44,7 @@ from jdisagg.worker.background import SideCalls
 from jdisagg.worker.disk_tier import DiskTier
 from jdisagg.worker.given_kv import GivenKv
 from jdisagg.worker.host_tier import HostTier
-from jdisagg.worker.kv_sources import KvSource, KvSources
+from jdisagg.worker.kv_sources import KvSource, KvSources, RestoredBlocks
 from jdisagg.worker.outgoing_kv import OutgoingHandoff, OutgoingKv
 from jdisagg.worker.peer_fetch import PeerFetch
 from jdisagg.worker.peers import PeerResolver, Peers, hello_of
@@ -94,11 +94,8 @@ class MeshWorker(ABC):
         weights: Implements the calls that update the worker's weights or let it sleep.
 
     Args:
-        shortest_lease_seconds: Length of the shortest lease. The check for expired leases runs at
-            least four times in this period.
         peers: Function that returns the interface of another worker from which cached KV may be
             fetched; None if none may be fetched.
-        depth: Largest number of planned prefill and decode commands in flight.
     """
 
     def __init__(
@@ -108,9 +105,7 @@ class MeshWorker(ABC):
         executor: Executor,
         config: InstanceConfig,
         limits: LimitsConfig,
-        shortest_lease_seconds: float,
         peers: PeerResolver | None,
-        depth: int = DEPTH,
     ) -> None:
         decodes = role is not WorkerRole.PREFILL
         self._role = role
@@ -124,6 +119,8 @@ class MeshWorker(ABC):
         self._clock = context.clock
         self._mesh = executor.limits
         self._layout = str(config.layout)
+        # of prefills alone, one chunk per stage, and one in the queue
+        depth = DEPTH if decodes else executor.limits.stages + 1
         self._loop = StepLoop(
             executor, self._plan, self._apply, self._break_down, context.clock.now, depth
         )
@@ -152,7 +149,10 @@ class MeshWorker(ABC):
         self.weights = WeightsUpdates(self, context.weights, self._loop, *own)
         self._attempts = Attempts()
         self._grammars: GrammarCompiler | None = None
-        self._sweep_seconds = min(shortest_lease_seconds / 4, limits.timeouts.handoff.sweep_seconds)
+        lease_seconds = limits.handoff_lease_seconds
+        if decodes:
+            lease_seconds = min(lease_seconds, limits.reservation_lease_seconds)
+        self._sweep_seconds = min(lease_seconds / 4, limits.timeouts.handoff.sweep_seconds)
         self._sweeping: asyncio.Task[None] | None = None
         self._draining = False
         self._forgotten = 0  # blocks that were cleared rather than evicted for lack of room
@@ -169,7 +169,6 @@ class MeshWorker(ABC):
             self._loop,
             executor.limits,
             context.ids,
-            now,
             self.counters,
             decodes,
         )
@@ -405,11 +404,15 @@ class MeshWorker(ABC):
             tiers[name] = KeptTier(name, count, nbytes, tier.room_bytes)
         return tuple(tiers.values())
 
-    def _count_reuse(self, tokens: int, cached: CachedTokens) -> None:
+    def _count_reuse(
+        self, prompt: Prompt, rank: int, cached_tokens: int, restored: RestoredBlocks
+    ) -> None:
         kept = self._kept
+        if cached_tokens:
+            self._sources.used(rank, prompt.chain[: cached_tokens // kept.block_tokens])
         if kept.on:
-            self.counters.add("prefix_asked_tokens", tokens)
-            for tier, count in cached.by_tier().items():
+            self.counters.add("prefix_asked_tokens", prompt.tokens)
+            for tier, count in restored.split(rank, cached_tokens).by_tier().items():
                 if count or tier == "pages":
                     self.counters.add("prefix_hit_tokens", count, tier=tier)
             known = self.counters["prefix_blocks_evicted"] - self._forgotten

@@ -145,7 +145,7 @@ class OutgoingKv:
     ) -> None:
         self._hello = hello
         self._loop = loop
-        self._clock = clock
+        self.now = clock.now
         self._lease_seconds = limits.handoff_lease_seconds
         self._silence_seconds = limits.timeouts.handoff.receiver_silence_seconds
         self._counters = counters
@@ -272,7 +272,7 @@ class OutgoingKv:
         seconds = self._lease_seconds
         if handoff.has_receiver.is_set():
             seconds = min(seconds, self._silence_seconds)
-        return self._clock.now() + seconds
+        return self.now() + seconds
 
     def _release(self, offer_ids: tuple[int, ...]) -> None:
         if offer_ids:

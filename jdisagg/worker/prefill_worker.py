@@ -76,10 +76,7 @@ class PrefillWorker(MeshWorker):
         peers: PeerResolver | None = None,
     ) -> None:
         mesh = executor.limits
-        depth = mesh.stages + 1  # one chunk per stage, and one in the queue
-        lease = limits.handoff_lease_seconds
-        role = WorkerRole.PREFILL
-        super().__init__(role, context, executor, config, limits, lease, peers, depth)
+        super().__init__(WorkerRole.PREFILL, context, executor, config, limits, peers)
         self._room = self._state.room
         self._extracts: deque[tuple[PrefillTask, Offer]] = deque()
         self._extracting: dict[int, PrefillTask] = {}  # by offer
@@ -176,9 +173,7 @@ class PrefillWorker(MeshWorker):
             if pages is None:
                 break  # the withdrawn prompts shared pages, so fewer became free than they held
             self._waiting = [one for one in self._waiting if one.key != key]
-            self._count_reuse(prompt.tokens, task.restored.split(rank, cached))
-            if cached:
-                self._sources.used(rank, prompt.chain[: cached // kept.block_tokens])
+            self._count_reuse(prompt, rank, cached, task.restored)
             self._computing[key] = task
             self._start(task, rank, cached, pages, admission.placed[place + 1 :])
 
