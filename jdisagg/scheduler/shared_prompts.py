@@ -11,7 +11,6 @@ Invariants (each is a test of the same name in tests/scheduler/test_shared_promp
 - nothing_is_left_when_all_prompts_have_ended
 """
 
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -133,27 +132,11 @@ def _common(one: Chain, other: Chain) -> int:
 
 
 class ChunkTimes:
-    """Measured durations of prefill chunks, which run in the order in which they are issued. All
-    times must be from one clock."""
+    """Measured durations of prefill chunks."""
 
     def __init__(self, largest: int) -> None:
         self._largest = largest
         self._price = MovePrice()
-        self._issued: deque[float] = deque()  # times of issue of the chunks in flight
-        self._idle_from = 0.0  # when the latest finished command ended
-
-    def issued(self, now: float) -> None:
-        self._issued.append(now)
-
-    def computed(self, chunk_tokens: int, now: float) -> float:
-        """Records the end of the chunk that was issued first. Returns the duration of this chunk in
-        seconds, without the time in which earlier commands ran."""
-        seconds = now - max(self._issued.popleft(), self._idle_from)
-        self.took(chunk_tokens, seconds)
-        return seconds
-
-    def command_ended(self, now: float) -> None:
-        self._idle_from = now
 
     def took(self, chunk_tokens: int, seconds: float) -> None:
         self._price.add(chunk_tokens, seconds)

@@ -102,13 +102,7 @@ class DecodeWorker(MeshWorker):
         self._peers = self._connect(peers, config.codec)
         self._incoming = IncomingKv(state, self._loop, self._peers, limits, counters, events=self)
         self._migration = MigrationSender(
-            state,
-            self._outgoing,
-            self._loop,
-            context.ids,
-            self._hello.checksum_key,
-            timeouts,
-            counters,
+            state, self._outgoing, self._loop, context.ids, timeouts, counters
         )
         state.give_way = self._given.give_way
         waits = timeouts.spilled_seconds
@@ -178,8 +172,9 @@ class DecodeWorker(MeshWorker):
         self._settle()
 
     def _apply_chunk(self, command: PrefillChunk, result: PrefillResult) -> None:
-        seconds = self._prompts.computed(command)
-        self._sources.computed_in(sum([len(row.tokens) for row in command.rows]), seconds)
+        self._prompts.computed(command, self._loop.took)
+        tokens = sum([len(row.tokens) for row in command.rows])
+        self._sources.computed_in(tokens, self._loop.took)
         for key, of_part in result.prompts:
             if (stream := self._streams.get(key)) is not None:
                 stream.prompt_logprobs.append(of_part)

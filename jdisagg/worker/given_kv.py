@@ -12,21 +12,14 @@ import asyncio
 from collections.abc import Callable
 
 from jdisagg.errors import HandoffError, InvalidRequestError, JdisaggError
-from jdisagg.messages.ports import FetchCall, FetchReply, HandoffEnd, Offer
-from jdisagg.messages.step_commands import ExtractResult, StepResult
+from jdisagg.messages.ports import FetchCall, FetchReply, HandoffEnd
+from jdisagg.messages.step_commands import StepResult
 from jdisagg.scheduler.executor import MeshLimits
 from jdisagg.scheduler.residency import Chain
 from jdisagg.telemetry import Counters
 from jdisagg.worker.background import BackgroundTasks
 from jdisagg.worker.kv_sources import KvSources, RestoreQuery
-from jdisagg.worker.outgoing_kv import (
-    OutgoingHandoff,
-    OutgoingKv,
-    extraction,
-    offer_weight,
-    offers_of_pages,
-    snapshot_offers,
-)
+from jdisagg.worker.outgoing_kv import OutgoingHandoff, OutgoingKv, offers_of_pages, snapshot_offers
 from jdisagg.worker.step_loop import StepLoop
 
 MOST_GIVEN = 16  # most hand-offs at the same time
@@ -169,7 +162,7 @@ class GivenKv:
         tokens = len(chain) * self._kept.block_tokens
         place = self._kept.use_snapshot(rank, chain, tokens)
         offers = snapshot_offers(self._mesh, rank, tokens, self._ids)
-        return [self._extract(handoff, offer, place) for offer in offers]
+        return [self._outgoing.extract(handoff, offer, place) for offer in offers]
 
     async def _offer(
         self,
@@ -180,52 +173,30 @@ class GivenKv:
         count: int,
         states: "list[asyncio.Future[StepResult]]",
     ) -> None:
-        size, summing = self._kept.block_tokens, list[asyncio.Task[None]]()
+        size, extracts = self._kept.block_tokens, states
         try:
-            if states:
-                summing.append(self._tasks.spawn(self._announce(handoff, states)))
             for start in range(first * size, count * size, size):
                 while self._full() and not handoff.over:
                     self._moved.clear()
                     await self._moved.wait()
-                extracts: list[asyncio.Future[StepResult]] = []
                 for offer in offers_of_pages(self._mesh, rank, start, start + size, self._ids):
                     if self._decodes:
                         await self._places.acquire()
                     if handoff.over:
                         self._places.release()
                         return
-                    extracts.append(self._extract(handoff, offer, pages))
+                    # does not wait for it, because the mesh runs other commands in between
+                    extracts.append(self._outgoing.extract(handoff, offer, pages))
                     if self._decodes:
                         extracts[-1].add_done_callback(lambda _: self._places.release())
-                # does not wait for each block, because the mesh runs other commands in between
-                summing.append(self._tasks.spawn(self._announce(handoff, extracts)))
             if self._decodes:
                 self._let_go(rank, handoff.sequence)
-            await asyncio.gather(*summing)
+            await asyncio.gather(*extracts)
         except JdisaggError:
             return  # the mesh failed, and all its hand-offs with it
         if not handoff.over:
             self._counters.add("peer_blocks_given", count - first)
             self._outgoing.finish(handoff, lambda offers: HandoffEnd(offers, count * size, ()))
-
-    def _extract(
-        self, handoff: OutgoingHandoff, offer: Offer, pages: tuple[int, ...]
-    ) -> "asyncio.Future[StepResult]":
-        handoff.announce((offer,), offer_weight(self._mesh, offer))
-        key, page_size = self._outgoing.checksum_key, self._mesh.page_size
-        return self._loop.submit(extraction(self._loop.next_number(), offer, pages, page_size, key))
-
-    async def _announce(
-        self, handoff: OutgoingHandoff, extracts: "list[asyncio.Future[StepResult]]"
-    ) -> None:
-        try:
-            done = await asyncio.gather(*extracts)
-        except JdisaggError:
-            return  # see above
-        if self._outgoing.checksum_key and not handoff.over:
-            sums = [one.checksum for one in done if isinstance(one, ExtractResult)]
-            handoff.announce_checksums(sums)
 
     def _full(self) -> bool:
         offered = sum([handoff.outstanding_tokens for _, handoff in self._given.values()])

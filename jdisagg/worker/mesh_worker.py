@@ -136,7 +136,13 @@ class MeshWorker(ABC):
             weights=context.weights.identity,
         )
         self._outgoing = OutgoingKv(
-            self._hello, self._loop, context.clock, limits, self.counters, ended=self._sent
+            self._hello,
+            self._loop,
+            executor.limits,
+            context.clock,
+            limits,
+            self.counters,
+            ended=self._sent,
         )
         self._adapters = AdapterLoads(
             context.name,
@@ -145,7 +151,7 @@ class MeshWorker(ABC):
             self.counters,
             self._requests_running,
         )
-        own, now = (self.counters, context.clock.now), context.clock.now
+        own = self.counters, context.clock.now
         self.weights = WeightsUpdates(self, context.weights, self._loop, *own)
         self._attempts = Attempts()
         self._grammars: GrammarCompiler | None = None
@@ -160,7 +166,7 @@ class MeshWorker(ABC):
         self._state = DecodeState(executor.limits, context.names, self._adapters.table)
         self._kept = self._state.residency
         self._prompts = Prompts(
-            executor.limits.computed, self._kept, context.ids, now, self.counters, self._released
+            executor.limits.computed, self._kept, context.ids, self.counters, self._released
         )
         self._sources = self._find_sources(peers, decodes)
         self._given = GivenKv(

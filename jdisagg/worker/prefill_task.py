@@ -29,7 +29,7 @@ class PrefillTask:
         self.call = call
         self.queued: QueuedPrompt | None = None
         self.restored = restored
-        self.extracting: set[int] = set()
+        self.extracting = 0  # number of cached blocks that are being extracted
         self.firsts: tuple[FirstToken, ...] | None = None
         self.restoring: asyncio.Task[None] | None = None
         self.prompt_logprobs: list[PromptLogprobs] = []  # of prompt parts so far

@@ -9,6 +9,7 @@ Blocks are cached when the chunk that computes them is issued, because commands 
 
 import asyncio
 import bisect
+import functools
 from collections import Counter, deque
 
 import msgspec
@@ -24,12 +25,10 @@ from jdisagg.errors import (
     OverloadedError,
     UnavailableError,
 )
-from jdisagg.messages.ports import FirstToken, Offer, PrefillCall, PrefillReply
+from jdisagg.messages.ports import FirstToken, PrefillCall, PrefillReply
 from jdisagg.messages.step_commands import (
     BROKEN_TOKEN,
     STUCK_TOKEN,
-    ExtractBlock,
-    ExtractResult,
     PrefillChunk,
     PrefillResult,
     SampledToken,
@@ -51,13 +50,7 @@ from jdisagg.scheduler.prompt import Prompt
 from jdisagg.scheduler.residency import Chain
 from jdisagg.worker.kv_sources import RestoredBlocks, RestoreQuery
 from jdisagg.worker.mesh_worker import MeshWorker, WorkerContext
-from jdisagg.worker.outgoing_kv import (
-    OutgoingHandoff,
-    extraction,
-    offer_weight,
-    offers_of_pages,
-    snapshot_offers,
-)
+from jdisagg.worker.outgoing_kv import OutgoingHandoff, offers_of_pages, snapshot_offers
 from jdisagg.worker.peers import PeerResolver
 from jdisagg.worker.prefill_task import PrefillTask, offers_of_row
 
@@ -78,8 +71,7 @@ class PrefillWorker(MeshWorker):
         mesh = executor.limits
         super().__init__(WorkerRole.PREFILL, context, executor, config, limits, peers)
         self._room = self._state.room
-        self._extracts: deque[tuple[PrefillTask, Offer]] = deque()
-        self._extracting: dict[int, PrefillTask] = {}  # by offer
+        self._unsent: deque[PrefillTask] = deque()  # whose last chunk is issued
         self._tasks: dict[int, PrefillTask] = {}
         self._waiting: list[QueuedPrompt] = []  # by arrival
         self._computing: dict[int, PrefillTask] = {}  # prompts with pages
@@ -90,8 +82,8 @@ class PrefillWorker(MeshWorker):
     # ---- the loop
 
     def _plan(self, step: int) -> StepCommand | None:
-        if self._extracts:
-            return self._extract(step, *self._extracts.popleft())
+        while self._unsent:
+            self._send_cached(self._unsent.popleft())
         if not self._waiting and not self._prompts:
             return None
         admission = admit(self._snapshot())
@@ -103,17 +95,8 @@ class PrefillWorker(MeshWorker):
         return self._announce(chunk) if chunk is not None else None
 
     def _apply(self, command: StepCommand, result: StepResult) -> None:
-        if isinstance(command, ExtractBlock):
-            assert isinstance(result, ExtractResult)
-            task = self._extracting.pop(command.offer_id, None)
-            if task is not None:
-                if command.checksum_key:
-                    task.handoff.announce_checksums((result.checksum,))
-                task.extracting.discard(command.offer_id)
-                self._end_if_done(task)
-            return
         assert isinstance(command, PrefillChunk) and isinstance(result, PrefillResult)
-        self._prompts.computed(command)
+        self._prompts.computed(command, self._loop.took)
         self._prompts.step_ended()
         sums = {entry.offer_id: entry for entry in result.checksums}
         for key, of_part in result.prompts:
@@ -223,27 +206,33 @@ class PrefillWorker(MeshWorker):
                 task.started_at = self._clock.now()
             task.handoff.announce(offers_of_row(row))
             if row.samples:
-                self._extracts.extend([(task, offer) for offer in self._to_extract(task)])
+                task.extracting = 1  # until it is known how many
+                self._unsent.append(task)
         key = self._hello.checksum_key
         return msgspec.structs.replace(chunk, checksum_key=key) if key else chunk
 
-    def _to_extract(self, task: PrefillTask) -> list[Offer]:
+    def _send_cached(self, task: PrefillTask) -> None:
         start, prompt, ids = task.call.from_token, task.prompt, self._context.ids
+        if task.handoff.over:
+            return
         offers = list(offers_of_pages(self._mesh, prompt.rank, start, prompt.cached_tokens, ids))
         offers += snapshot_offers(self._mesh, prompt.rank, prompt.tokens, ids)
-        task.extracting.update([offer.offer_id for offer in offers])
-        return offers
+        task.extracting += len(offers) - 1
+        for offer in offers:
+            pages = self._room.place(offer.kind, prompt.rank, prompt.key, prompt.pages)
+            extracting = self._outgoing.extract(task.handoff, offer, pages)
+            extracting.add_done_callback(functools.partial(self._extracted, task))
+        self._end_if_done(task)
 
-    def _extract(self, step: int, task: PrefillTask, offer: Offer) -> ExtractBlock:
-        key = task.prompt.key
-        task.handoff.announce((offer,), offer_weight(self._mesh, offer))
-        self._extracting[offer.offer_id] = task
-        pages = self._state.ledgers[offer.rank].pages(key)
-        pages = self._room.place(offer.kind, offer.rank, key, pages)
-        return extraction(step, offer, pages, self._mesh.page_size, self._hello.checksum_key)
+    def _extracted(self, task: PrefillTask, extracting: "asyncio.Future[StepResult]") -> None:
+        error = None if extracting.cancelled() else extracting.exception()
+        if error is not None:
+            self._loop.break_down(error)
+        task.extracting -= 1
+        self._end_if_done(task)
 
     def _look(self) -> None:
-        if self._waiting or self._extracts or self._prompts:
+        if self._waiting or self._unsent or self._prompts:
             self._loop.wake()
 
     # ---- prompts
@@ -387,7 +376,7 @@ class PrefillWorker(MeshWorker):
         self._end_if_done(task)
 
     def _end_if_done(self, task: PrefillTask) -> None:
-        if task.firsts is not None and not task.extracting:
+        if task.firsts is not None and not task.extracting and not task.handoff.over:
             fresh = task.prompt.epoch == self._kept.epoch
             self._stop_computing(task, task.prompt.chain if fresh else ())
             self._prompts.forget(task.prompt.key)
@@ -411,7 +400,6 @@ class PrefillWorker(MeshWorker):
         if task.restoring is not None:
             task.restoring.cancel()
         self._waiting = [one for one in self._waiting if one is not task.queued]
-        self._forget_extracts(task)
         self._stop_computing(task)
         if error is not None:
             task.fail(error)
@@ -422,13 +410,6 @@ class PrefillWorker(MeshWorker):
 
     def _requests_running(self) -> list[Request]:
         return [task.call.request for task in self._tasks.values()]
-
-    def _forget_extracts(self, task: PrefillTask) -> None:
-        for offer_id in task.extracting:
-            self._extracting.pop(offer_id, None)
-        if task.extracting:
-            self._extracts = deque([one for one in self._extracts if one[0] is not task])
-            task.extracting.clear()
 
     async def acknowledge(self, handoff_id: int, offer_ids: tuple[int, ...]) -> None:
         await super().acknowledge(handoff_id, offer_ids)

@@ -30,14 +30,12 @@ class Prompts:
         limits: MeshLimits,
         kept: Residency,
         ids: Callable[[], int],
-        now: Callable[[], float],
         counters: Counters,
         seek: Callable[[Prompt], None],
     ) -> None:
         self.backlog = Backlog()
         self._limits = limits
         self._kept = kept
-        self._now = now
         self._counters = counters
         self._seek = seek
         # otherwise a hit needs a snapshot, which is cached when the prompt ends
@@ -213,7 +211,6 @@ class Prompts:
         if chunk is None:
             return None
         self._steps_waited = 0
-        self._times.issued(self._now())
         for row in chunk.rows:
             prompt = self._prompts[row.sequence]
             if row.samples:
@@ -231,13 +228,10 @@ class Prompts:
                 kept.settle_snapshots(prompt.rank, prompt.key, chain)
         self._release(self._shared.reached(prompt.key, len(chain)))
 
-    def computed(self, chunk: PrefillChunk) -> float:
-        """Returns the chunk's duration in seconds, without the time of earlier commands."""
+    def computed(self, chunk: PrefillChunk, seconds: float) -> None:
         for row in chunk.rows:
             self.backlog.computed(row.sequence, len(row.tokens))
-        return self._times.computed(chunk.chunk_tokens, self._now())
+        self._times.took(chunk.chunk_tokens, seconds)
 
     def step_ended(self) -> None:
-        """Must be called after each command of prefill or decode."""
         self._steps_waited = self._steps_waited + 1 if self._batches else 0
-        self._times.command_ended(self._now())

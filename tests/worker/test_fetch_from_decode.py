@@ -226,7 +226,7 @@ async def test_the_router_says_which_decode_worker_keeps_more_than_the_only_pref
         prefill=limits(pages=80), hints=False, affinity=index, routing=routing, decodes=2
     ) as one:
         index.fleet = one
-        await converse(one, Talk(5), 40, cancels=0.1)
+        await converse(one, Talk(7), 40, cancels=0.1)
         placed = [getattr(one.answer, "peer", "") for one in one.path.placer._entries]
         assert {name for name in placed if name} == (set(DECODES) if returns else set())
         assert (one.counted("peer_blocks_fetched") > 0) == returns
