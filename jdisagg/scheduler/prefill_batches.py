@@ -66,7 +66,7 @@ class PrefillBatches:
         """Queues a prompt in order of arrival. It is never queued before a partly issued prompt of
         the same or a higher priority. It may precede a partly issued prompt of lower priority,
         which then continues after it."""
-        prompt.issued_tokens = max(prompt.issued_tokens, prompt.cached_tokens)
+        prompt.issued_tokens = prompt.cached_tokens
         queue = self._queues[prompt.rank]
         place = len(queue)
         while place and _precedes(prompt, queue[place - 1]):

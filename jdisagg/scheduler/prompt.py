@@ -18,6 +18,9 @@ class Prompt:
 
     Attributes:
         key: Identifies the prompt on its worker, and owns its pages.
+        destination: Decode worker to which the KV is sent; empty if it stays.
+        needs_pages: Number of pages that a prompt to send needs.
+        needs_states: Number of state slots, or of pages of windows, that it needs (`PromptRoom`).
         computes: Whether this mesh computes the uncached tokens. At least one token is then treated
             as uncached.
         chain: Names (hashes) of the full blocks; empty if no cached blocks may be used.
@@ -43,6 +46,9 @@ class Prompt:
     arrival: float
     attempt: int = 1
     computes: bool = True
+    destination: str = ""
+    needs_pages: int = 0
+    needs_states: int = 0
     chain: Chain = ()
     useful: Chain = ()
     known: tuple[int, ...] = ()
@@ -91,6 +97,9 @@ class Prompt:
     @property
     def known_tokens(self) -> int:
         return max(self.cached, default=0)
+
+    def uncached_tokens(self, rank: int) -> int:
+        return self.tokens - (self.cached[rank] if self.cached else 0)
 
     @property
     def begun(self) -> bool:

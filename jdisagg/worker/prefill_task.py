@@ -2,47 +2,39 @@
 all KV."""
 
 import asyncio
+from dataclasses import dataclass, field
 
 from jdisagg.errors import JdisaggError
 from jdisagg.messages.ports import FirstToken, HandoffEnd, Offer, PrefillCall, PrefillReply
 from jdisagg.messages.step_commands import PrefillRow, SampleSpec
 from jdisagg.prompt_logprobs import PromptLogprobs
 from jdisagg.request import CachedTokens
-from jdisagg.scheduler.prefill_admission import QueuedPrompt
 from jdisagg.scheduler.prompt import Prompt
 from jdisagg.scheduler.sequences import sample_spec
 from jdisagg.worker.kv_sources import RestoredBlocks
 from jdisagg.worker.outgoing_kv import OutgoingHandoff
 
 
+@dataclass(slots=True, eq=False)
 class PrefillTask:
     """One prompt at a prefill worker.
 
     Attributes:
-        queued: What admission knows of the prompt; None until it is queued for pages.
+        extracting: Number of cached blocks that are being extracted.
+        prompt_logprobs: Log-probabilities of the prompt's parts so far.
     """
 
-    def __init__(
-        self, prompt: Prompt, call: PrefillCall, restored: RestoredBlocks, until: float, now: float
-    ) -> None:
-        self.prompt = prompt
-        self.call = call
-        self.queued: QueuedPrompt | None = None
-        self.restored = restored
-        self.extracting = 0  # number of cached blocks that are being extracted
-        self.firsts: tuple[FirstToken, ...] | None = None
-        self.restoring: asyncio.Task[None] | None = None
-        self.prompt_logprobs: list[PromptLogprobs] = []  # of prompt parts so far
-        self.handoff = OutgoingHandoff(
-            call.handoff_id, call.attempt, prompt.key, until, call.destination
-        )
-        self.queued_at = now
-        self.started_at: float | None = None
-        self.reply: asyncio.Future[PrefillReply] = asyncio.get_running_loop().create_future()
-
-    @property
-    def begun(self) -> bool:
-        return self.started_at is not None
+    prompt: Prompt
+    call: PrefillCall
+    handoff: OutgoingHandoff
+    restored: RestoredBlocks
+    queued_at: float
+    reply: "asyncio.Future[PrefillReply]"
+    started_at: float | None = None
+    restoring: "asyncio.Task[None] | None" = None
+    extracting: int = 0
+    firsts: tuple[FirstToken, ...] | None = None
+    prompt_logprobs: list[PromptLogprobs] = field(default_factory=list)
 
     @property
     def cached(self) -> CachedTokens:

@@ -39,13 +39,7 @@ from jdisagg.messages.worker_status import PriorityLoad, WorkerRole, WorkerStatu
 from jdisagg.request import Request
 from jdisagg.scheduler.executor import Executor
 from jdisagg.scheduler.page_ledger import pages_for
-from jdisagg.scheduler.prefill_admission import (
-    Admission,
-    AdmissionSnapshot,
-    QueuedPrompt,
-    RankLoad,
-    admit,
-)
+from jdisagg.scheduler.prefill_admission import Admission, AdmissionSnapshot, RankLoad, admit
 from jdisagg.scheduler.prompt import Prompt
 from jdisagg.scheduler.residency import Chain
 from jdisagg.worker.kv_sources import RestoredBlocks, RestoreQuery
@@ -73,8 +67,7 @@ class PrefillWorker(MeshWorker):
         self._room = self._state.room
         self._unsent: deque[PrefillTask] = deque()  # whose last chunk is issued
         self._tasks: dict[int, PrefillTask] = {}
-        self._waiting: list[QueuedPrompt] = []  # by arrival
-        self._computing: dict[int, PrefillTask] = {}  # prompts with pages
+        self._waiting: list[Prompt] = []  # by arrival
         # the offers of chunks in the pipeline are published already
         chunks = CHUNKS_OFFERED + mesh.stages - 1
         self._most_offered = chunks * mesh.ranks * mesh.chunk_buckets[-1] * mesh.layer_groups
@@ -100,10 +93,10 @@ class PrefillWorker(MeshWorker):
         self._prompts.step_ended()
         sums = {entry.offer_id: entry for entry in result.checksums}
         for key, of_part in result.prompts:
-            if (task := self._computing.get(key)) is not None:
+            if (task := self._tasks.get(key)) is not None:
                 task.prompt_logprobs.append(of_part)
         for row in command.rows:
-            task = self._computing.get(row.sequence)
+            task = self._tasks.get(row.sequence)
             if task is None:
                 continue
             task.handoff.announce_checksums(
@@ -117,17 +110,15 @@ class PrefillWorker(MeshWorker):
     def _snapshot(self) -> AdmissionSnapshot:
         return AdmissionSnapshot(
             waiting=tuple(self._waiting),
-            unbegun=tuple(
-                [
-                    (one.queued, one.prompt.rank)
-                    for one in self._computing.values()
-                    if one.queued is not None and not one.begun
-                ]
-            ),
+            unbegun=tuple([prompt for prompt in self._computing() if not prompt.begun]),
             ranks=tuple([self._load(rank) for rank in range(self._mesh.ranks)]),
             offered_tokens=self._outgoing.offered_tokens(),
             most_offered_tokens=self._most_offered,
         )
+
+    def _computing(self) -> list[Prompt]:
+        """Returns the prompts that have pages."""
+        return [task.prompt for task in self._tasks.values() if task.prompt.rank >= 0]
 
     def _load(self, rank: int) -> RankLoad:
         return RankLoad(
@@ -141,23 +132,21 @@ class PrefillWorker(MeshWorker):
             self.counters.add("chunks_held_back")
         for key in admission.withdrawn:
             self._stop_computing(self._tasks[key])
-            self._queue(self._tasks[key])
+            self._queue(self._tasks[key].prompt)
         for task in list(self._tasks.values()) if admission.stalled else ():
             if task.call.destination in admission.stalled:
                 self._prompts.stall(task.prompt.key)
         for place, (key, rank) in enumerate(admission.placed):
-            task, states = self._tasks[key], self._room.needed(self._tasks[key].prompt.tokens)
-            prompt, kept = task.prompt, self._kept
+            task, kept = self._tasks[key], self._kept
+            prompt = task.prompt
             cached = kept.cached_tokens(rank, prompt.chain, prompt.most_known, to_compute=True)
-            if self._room.available(rank) < states:
+            if self._room.available(rank) < prompt.needs_states:
                 break  # the withdrawn prompts held fewer pages of windows than they might need
-            count = pages_for(prompt.tokens, self._mesh.page_size)
-            pages = kept.reserve(rank, key, prompt.chain, cached, count)
+            pages = kept.reserve(rank, key, prompt.chain, cached, prompt.needs_pages)
             if pages is None:
                 break  # the withdrawn prompts shared pages, so fewer became free than they held
-            self._waiting = [one for one in self._waiting if one.key != key]
+            self._waiting.remove(prompt)
             self._count_reuse(prompt, rank, cached, task.restored)
-            self._computing[key] = task
             self._start(task, rank, cached, pages, admission.placed[place + 1 :])
 
     def _start(
@@ -172,9 +161,7 @@ class PrefillWorker(MeshWorker):
         key, chain, tokens = prompt.key, prompt.chain, prompt.tokens
         slot, windows = 0, tuple[int, ...]()
         if room.windows:
-            promised = [
-                room.needed(self._tasks[one].prompt.tokens) for one, on in later if on == rank
-            ]
+            promised = [self._tasks[one].prompt.needs_states for one, on in later if on == rank]
             windows = room.begin_windows(kept, rank, key, chain, tokens, cached, sum(promised))
         else:
             room.states.take(rank, key)
@@ -195,13 +182,11 @@ class PrefillWorker(MeshWorker):
             self._prompts.stall(key)  # few of its blocks can be reused
 
     def _going_to(self, destinations: frozenset[str]) -> set[int]:
-        return {
-            key for key, task in self._computing.items() if task.call.destination in destinations
-        }
+        return {key for key, task in self._tasks.items() if task.call.destination in destinations}
 
     def _announce(self, chunk: PrefillChunk) -> PrefillChunk:
         for row in chunk.rows:
-            task = self._computing[row.sequence]
+            task = self._tasks[row.sequence]
             if task.started_at is None:
                 task.started_at = self._clock.now()
             task.handoff.announce(offers_of_row(row))
@@ -304,11 +289,19 @@ class PrefillWorker(MeshWorker):
             call.children,
             now - call.age_seconds,
             call.attempt,
+            destination=call.destination,
             offers_from=call.from_token,
         )
-        restored = RestoredBlocks(self._kept.block_tokens)
+        prompt.needs_pages = pages_for(prompt.tokens, self._mesh.page_size)
+        prompt.needs_states = self._room.needed(prompt.tokens)
+        until = now + call.deadline_seconds
         return PrefillTask(
-            self._prompts.begin(prompt), call, restored, now + call.deadline_seconds, now
+            self._prompts.begin(prompt),
+            call,
+            OutgoingHandoff(call.handoff_id, call.attempt, prompt.key, until, call.destination),
+            RestoredBlocks(self._kept.block_tokens),
+            now,
+            asyncio.get_running_loop().create_future(),
         )
 
     def _query(self, task: PrefillTask) -> RestoreQuery:
@@ -326,7 +319,7 @@ class PrefillWorker(MeshWorker):
         if plan is not None:
             task.restoring = self._sources.begin(plan, task.restored, lambda: self._restored(task))
         else:
-            self._queue(task)
+            self._queue(task.prompt)
         self._look()
 
     def _count_backlog(self, prompt: Prompt, known_tokens: int) -> None:
@@ -336,23 +329,12 @@ class PrefillWorker(MeshWorker):
         if self._tasks.get(task.prompt.key) is task:
             self._prompts.look_up(task.prompt)
             self._count_backlog(task.prompt, task.prompt.known_tokens)
-            self._queue(task)
+            self._queue(task.prompt)
             self._prompts.reached(task.prompt)
             self._look()
 
-    def _queue(self, task: PrefillTask) -> None:
-        prompt = task.prompt
-        task.queued = QueuedPrompt(
-            key=prompt.key,
-            arrival=prompt.order[0],
-            destination=task.call.destination,
-            tokens=prompt.tokens,
-            pages=pages_for(prompt.tokens, self._mesh.page_size),
-            cached_tokens=prompt.cached,
-            states=self._room.needed(prompt.tokens),
-            priority=prompt.priority,
-        )
-        bisect.insort(self._waiting, task.queued, key=_order)
+    def _queue(self, prompt: Prompt) -> None:
+        bisect.insort(self._waiting, prompt, key=lambda waiting: waiting.order)
 
     def _finish(self, task: PrefillTask, firsts: list[SampledToken]) -> None:
         now, started = self._clock.now(), task.started_at
@@ -384,7 +366,7 @@ class PrefillWorker(MeshWorker):
 
     def _stop_computing(self, task: PrefillTask, chain: Chain = ()) -> None:
         key, rank = task.prompt.key, task.prompt.rank
-        if self._computing.pop(key, None) is not None:
+        if rank >= 0:
             self._prompts.withdraw(key)
             self._kept.let_go(rank, key, chain)
             self._room.free(rank, key)
@@ -399,7 +381,8 @@ class PrefillWorker(MeshWorker):
         task = self._tasks.pop(handoff.sequence)
         if task.restoring is not None:
             task.restoring.cancel()
-        self._waiting = [one for one in self._waiting if one is not task.queued]
+        if task.prompt in self._waiting:
+            self._waiting.remove(task.prompt)
         self._stop_computing(task)
         if error is not None:
             task.fail(error)
@@ -430,7 +413,7 @@ class PrefillWorker(MeshWorker):
     def _status(self, common: WorkerStatus) -> WorkerStatus:
         return msgspec.structs.replace(
             common,
-            running=len(self._computing),
+            running=len(self._computing()),
             waiting=len(self._waiting),
             slots=self._mesh.ranks * self._mesh.rows_per_chunk,
             handoffs=len(self._outgoing),
@@ -449,7 +432,3 @@ class PrefillWorker(MeshWorker):
                 for one in sorted({*waiting, *queued})
             ]
         )
-
-
-def _order(prompt: QueuedPrompt) -> tuple[float, int]:
-    return prompt.order

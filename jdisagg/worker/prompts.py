@@ -165,10 +165,7 @@ class Prompts:
         prompt.samples, prompt.state, prompt.adapter = samples, state, adapter
         wanted = self._kept.wanted_snapshots(rank, prompt.chain, prompt.tokens, cached_tokens)
         prompt.snapshots = () if windows else wanted
-        prompt.images, prompt.request = (
-            prompt.request.scoped_images,
-            prompt.request.without_pixels(),
-        )
+        prompt.images = prompt.request.scoped_images
         self._batches.add(prompt)
         self.backlog.add(key, prompt.tokens, cached_tokens, prompt.priority)
         self._shared.started(key)
@@ -213,8 +210,8 @@ class Prompts:
         self._steps_waited = 0
         for row in chunk.rows:
             prompt = self._prompts[row.sequence]
-            if row.samples:
-                prompt.images = ()
+            if row.samples:  # no later row needs the pixels
+                prompt.images, prompt.request = (), prompt.request.without_pixels()
             if prompt.chain:
                 self._keep(prompt, row.start + len(row.tokens))
         return chunk

@@ -7,7 +7,7 @@ from jdisagg.messages.ports import Child
 from jdisagg.messages.step_commands import SampleSpec
 from jdisagg.request import Request, SamplingParams
 from jdisagg.scheduler.executor import MeshLimits
-from jdisagg.scheduler.prefill_admission import AdmissionSnapshot, QueuedPrompt, RankLoad
+from jdisagg.scheduler.prefill_admission import AdmissionSnapshot, RankLoad
 from jdisagg.scheduler.prefill_batches import PrefillBatches
 from jdisagg.scheduler.prompt import Prompt
 from tests.fakes.fake_executor import toy_limits
@@ -18,10 +18,28 @@ LIMITS = toy_limits(
 )
 
 
+def prompt(
+    key: int,
+    pages: int = 1,
+    destination: str = "d0",
+    tokens: int = 4,
+    arrival: float | None = None,
+    priority: int = 0,
+    rank: int = -1,
+) -> Prompt:
+    """A prompt that waits for pages, or has them on a rank. By default it came at the instant of
+    its key."""
+    request = Request("r", (1,) * tokens, SamplingParams(), priority=priority)
+    at = float(key) if arrival is None else arrival
+    made = Prompt(key, request, (Child(0),), at, rank=rank, destination=destination)
+    made.needs_pages = pages
+    return made
+
+
 def snapshot(
-    *waiting: QueuedPrompt,
+    *waiting: Prompt,
     ranks: tuple[RankLoad, ...] = (RankLoad(8, 0),),
-    unbegun: tuple[tuple[QueuedPrompt, int], ...] = (),
+    unbegun: tuple[Prompt, ...] = (),
     offered: Mapping[str, int] | None = None,
 ) -> AdmissionSnapshot:
     return AdmissionSnapshot(waiting, unbegun, ranks, offered or {}, MOST)

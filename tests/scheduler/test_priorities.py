@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from jdisagg.messages.step_commands import SampledToken
 from jdisagg.scheduler.handoff import HandoffEvent
-from jdisagg.scheduler.prefill_admission import QueuedPrompt, RankLoad, admit
+from jdisagg.scheduler.prefill_admission import RankLoad, admit
 from jdisagg.scheduler.priorities import (
     MOST_PRIORITY,
     PRIORITY_SECONDS,
@@ -21,7 +21,7 @@ from jdisagg.scheduler.sequences import Sequence, SequenceGroup
 from tests.fakes.cluster import toy_request
 from tests.fakes.fake_executor import toy_limits
 from tests.scheduler.bench import Bench, waiting
-from tests.scheduler.prompts import batches, job, snapshot
+from tests.scheduler.prompts import batches, job, prompt, snapshot
 
 NUMBERS = st.integers(-20, 20)
 
@@ -139,25 +139,13 @@ def test_a_prompt_of_higher_priority_goes_between_the_chunks_of_a_lower_one() ->
 
 
 def test_prompts_that_have_not_begun_give_their_pages_to_a_higher_priority() -> None:
-    old, new = (QueuedPrompt(key, float(key), "d0", 4, 4) for key in (1, 2))
-    high = QueuedPrompt(3, 0.0, "d0", 4, 6, priority=1)
+    old, new = (prompt(key, 4, rank=0) for key in (1, 2))
+    high = prompt(3, 6, arrival=0.0, priority=1)
     full = (RankLoad(3, 0),)
-    decision = admit(snapshot(high, ranks=full, unbegun=((old, 0), (new, 0))))
+    decision = admit(snapshot(high, ranks=full, unbegun=(old, new)))
     assert decision.withdrawn == (2,) and decision.placed == ((3, 0),)
-    equal = admit(snapshot(replace_priority(high, 0), ranks=full, unbegun=((old, 0), (new, 0))))
+    equal = admit(snapshot(prompt(3, 6, arrival=0.0), ranks=full, unbegun=(old, new)))
     assert not equal.withdrawn and equal.blocked == 3
-    vast = replace_pages(high, 20)
-    decision = admit(snapshot(vast, ranks=full, unbegun=((old, 0), (new, 0))))
+    vast = prompt(3, 20, arrival=0.0, priority=1)
+    decision = admit(snapshot(vast, ranks=full, unbegun=(old, new)))
     assert not decision.withdrawn, "none gives way where that is not enough"
-
-
-def replace_priority(prompt: QueuedPrompt, priority: int) -> QueuedPrompt:
-    return QueuedPrompt(
-        prompt.key, prompt.arrival, prompt.destination, 4, prompt.pages, priority=priority
-    )
-
-
-def replace_pages(prompt: QueuedPrompt, pages: int) -> QueuedPrompt:
-    return QueuedPrompt(
-        prompt.key, prompt.arrival, prompt.destination, 4, pages, priority=prompt.priority
-    )
