@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from jdisagg.images import PromptImage
 from jdisagg.messages.ports import Child
 from jdisagg.messages.step_commands import SampleSpec
+from jdisagg.prompt_logprobs import PromptLogprobs
 from jdisagg.request import Request
 from jdisagg.scheduler.priorities import head_start
 from jdisagg.scheduler.residency import Chain
@@ -38,6 +39,7 @@ class Prompt:
             `granule_tokens`; None if no KV is sent.
         snapshots: Positions, ascending, at which snapshots of the state are wanted.
         issued_tokens: Number of leading positions that are cached or part of issued chunks.
+        scores: Log-probabilities of the parts that are computed.
     """
 
     key: int
@@ -65,6 +67,7 @@ class Prompt:
     offers_from: int | None = None
     snapshots: tuple[int, ...] = ()
     issued_tokens: int = 0
+    scores: list[PromptLogprobs] = field(default_factory=list)
     token_ids: tuple[int, ...] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -86,6 +89,10 @@ class Prompt:
     def prompt_logprobs(self) -> int | None:
         """Number of log-probabilities to return for each prompt token, or None."""
         return wanted_of_prompt(self.request, self.children[0].accepted)
+
+    @property
+    def all_scores(self) -> PromptLogprobs | None:
+        return PromptLogprobs.joined(self.scores) if self.scores else None
 
     @property
     def most_known(self) -> int:

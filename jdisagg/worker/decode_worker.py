@@ -171,16 +171,12 @@ class DecodeWorker(MeshWorker):
         self._migration.poke()
         self._settle()
 
-    def _apply_chunk(self, command: PrefillChunk, result: PrefillResult) -> None:
-        self._prompts.computed(command, self._loop.took)
-        tokens = sum([len(row.tokens) for row in command.rows])
-        self._sources.computed_in(tokens, self._loop.took)
-        for key, of_part in result.prompts:
-            if (stream := self._streams.get(key)) is not None:
-                stream.prompt_logprobs.append(of_part)
-        for row in command.rows:
-            if row.samples and (group := self._state.groups.get(row.sequence)) is not None:
-                self._join(group, tuple([s for s in result.samples if s.sequence == group.key]))
+    def _prefilled(self, key: int, firsts: list[SampledToken]) -> None:
+        group, stream = self._state.groups.get(key), self._streams.get(key)
+        if stream is not None:
+            stream.prompt_logprobs = self._prompts[key].all_scores
+        if group is not None:
+            self._join(group, tuple(firsts))
 
     def _settle(self) -> None:
         self._spilled.rest()
@@ -404,17 +400,8 @@ class DecodeWorker(MeshWorker):
         if source is not None:
             self._prompts.forget(group.key)
             return self._incoming.begin(group, source)
-        rank, cached = group.rank, group.cached_tokens
-        self._prompts.add(
-            group.key,
-            rank,
-            self._state.ledgers[rank].pages(group.key),
-            tuple([child.sample_spec() for child in group.alive]),
-            cached_tokens=cached,
-            epoch=group.epoch,
-            state=self._state.states.slot(rank, group.key),
-            adapter=self._adapters.table.slot_of(group.request),
-        )
+        cached, samples = group.cached_tokens, [child.sample_spec() for child in group.alive]
+        self._prompts.add(group.key, group.rank, tuple(samples), cached, group.epoch)
         group.request = group.request.without_pixels()  # only the queued prompt needs the pixels
         if not self._computes:
             self.counters.add("prompts_appended")
@@ -430,8 +417,7 @@ class DecodeWorker(MeshWorker):
                 self._kept.keep(group.rank, group.key, group.chain)
             tokens = len(group.known_tokens) - group.cached_tokens
             self._sources.computed_in(tokens, received.exposed_seconds, "receive")
-        if received.prompt_logprobs is not None:
-            stream.prompt_logprobs = [received.prompt_logprobs]
+        stream.prompt_logprobs = received.prompt_logprobs
         if not received.moved:
             firsts = [
                 SampledToken(group.key, first.child, first.token_id, first.logprobs)

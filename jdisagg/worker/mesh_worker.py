@@ -27,7 +27,15 @@ from jdisagg.errors import (
 from jdisagg.grammar.compiler import GrammarCompiler
 from jdisagg.messages.kept_blocks import KeptMark, KeptNews, KeptScheme
 from jdisagg.messages.ports import Child, FetchCall, FetchReply, PeerHello, PeerMessage
-from jdisagg.messages.step_commands import STUCK_TOKEN, CopyPages, StepCommand, StepResult
+from jdisagg.messages.step_commands import (
+    STUCK_TOKEN,
+    CopyPages,
+    PrefillChunk,
+    PrefillResult,
+    SampledToken,
+    StepCommand,
+    StepResult,
+)
 from jdisagg.messages.worker_status import KeptTier, LinkTimes, WorkerRole, WorkerStatus
 from jdisagg.request import Identity, Request
 from jdisagg.scheduler.decode_state import DecodeState
@@ -165,9 +173,7 @@ class MeshWorker(ABC):
         self._quiet = asyncio.Event()
         self._state = DecodeState(executor.limits, context.names, self._adapters.table)
         self._kept = self._state.residency
-        self._prompts = Prompts(
-            executor.limits.computed, self._kept, context.ids, self.counters, self._released
-        )
+        self._prompts = Prompts(self._state, context.ids, self.counters, self._released)
         self._sources = self._find_sources(peers, decodes)
         self._given = GivenKv(
             self._sources,
@@ -324,6 +330,10 @@ class MeshWorker(ABC):
         """Completes a status with what differs between the two kinds of workers."""
 
     @abstractmethod
+    def _prefilled(self, key: int, firsts: list[SampledToken]) -> None:
+        """Called with the first tokens of a prompt that is computed."""
+
+    @abstractmethod
     def _released(self, prompt: Prompt) -> None:
         """Called when a prompt need not wait for blocks of another prompt any longer."""
 
@@ -385,6 +395,15 @@ class MeshWorker(ABC):
             )
             sources.append(fetch)
         return KvSources(kept, mesh.page_size, self.counters, now, sources, self._may_take)
+
+    def _apply_chunk(self, chunk: PrefillChunk, result: PrefillResult) -> None:
+        seconds = self._loop.took
+        self._prompts.computed(chunk, result, seconds)
+        self._sources.computed_in(sum([len(row.tokens) for row in chunk.rows]), seconds)
+        for row in chunk.rows:
+            if row.samples:
+                firsts = [one for one in result.samples if one.sequence == row.sequence]
+                self._prefilled(row.sequence, firsts)
 
     def _may_take(self, rank: int, pages: int) -> bool:
         """Returns whether a restore may reserve this number of pages."""

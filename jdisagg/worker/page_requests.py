@@ -8,19 +8,14 @@ import asyncio
 from collections.abc import Callable
 
 from jdisagg.clock import within
-from jdisagg.errors import (
-    DeadlineExceededError,
-    HandoffError,
-    JdisaggError,
-    OverloadedError,
-    UnavailableError,
-)
+from jdisagg.errors import DeadlineExceededError, HandoffError, JdisaggError, UnavailableError
 from jdisagg.messages.ports import ReserveCall
 from jdisagg.request import Request
 from jdisagg.scheduler.handoff import HandoffState
 from jdisagg.scheduler.prompt import Prompt
 from jdisagg.scheduler.reservations import Reservations
 from jdisagg.scheduler.sequences import SequenceGroup
+from jdisagg.worker.prompts import check_queue
 
 _OVERDUE = {
     HandoffState.RESERVED: "its lease passed before generate took it over",
@@ -55,14 +50,8 @@ class PageRequests:
         """Raises InvalidRequestError if even an idle worker has no room for the request, and
         OverloadedError if too many requests wait."""
         self._reservations.check(call.request, call.children)
-        waiting, priority = len(self._waiting), call.request.priority
-        before = sum([one.priority >= priority for one, _ in self._waiting.values()])
-        if before >= self._limit or waiting >= 2 * self._limit:
-            raise OverloadedError(
-                f"worker {self._worker!r}: {waiting} requests wait for pages, the queue's limit;"
-                " try again later",
-                retry_after_seconds=1.0,
-            )
+        waiting = [prompt for prompt, _ in self._waiting.values()]
+        check_queue(self._worker, waiting, call.request.priority, self._limit)
 
     def open(self, prompt: Prompt) -> "asyncio.Future[SequenceGroup]":
         """Returns a future that `grant` sets, some time after `enqueue` was called."""

@@ -2,12 +2,11 @@
 all KV."""
 
 import asyncio
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from jdisagg.errors import JdisaggError
 from jdisagg.messages.ports import FirstToken, HandoffEnd, Offer, PrefillCall, PrefillReply
 from jdisagg.messages.step_commands import PrefillRow, SampleSpec
-from jdisagg.prompt_logprobs import PromptLogprobs
 from jdisagg.request import CachedTokens
 from jdisagg.scheduler.prompt import Prompt
 from jdisagg.scheduler.sequences import sample_spec
@@ -21,7 +20,6 @@ class PrefillTask:
 
     Attributes:
         extracting: Number of cached blocks that are being extracted.
-        prompt_logprobs: Log-probabilities of the prompt's parts so far.
     """
 
     prompt: Prompt
@@ -34,7 +32,6 @@ class PrefillTask:
     restoring: "asyncio.Task[None] | None" = None
     extracting: int = 0
     firsts: tuple[FirstToken, ...] | None = None
-    prompt_logprobs: list[PromptLogprobs] = field(default_factory=list)
 
     @property
     def cached(self) -> CachedTokens:
@@ -44,17 +41,13 @@ class PrefillTask:
         return self.restored.split(self.prompt.rank, known)
 
     @property
-    def scores(self) -> PromptLogprobs | None:
-        return PromptLogprobs.joined(self.prompt_logprobs) if self.prompt_logprobs else None
-
-    @property
     def samples(self) -> tuple[SampleSpec, ...]:
         request, children = self.call.request, self.call.children
         return tuple([sample_spec(request, one.index, one.accepted) for one in children])
 
     def end(self, offers: int) -> HandoffEnd:
         assert self.firsts is not None
-        scores = self.scores
+        scores = self.prompt.all_scores
         return HandoffEnd(offers, self.prompt.tokens, self.firsts, prompt_logprobs=scores)
 
     def fail(self, error: JdisaggError) -> None:

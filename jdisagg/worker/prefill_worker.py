@@ -22,7 +22,6 @@ from jdisagg.errors import (
     HandoffError,
     InvalidRequestError,
     JdisaggError,
-    OverloadedError,
     UnavailableError,
 )
 from jdisagg.messages.ports import FirstToken, PrefillCall, PrefillReply
@@ -47,6 +46,7 @@ from jdisagg.worker.mesh_worker import MeshWorker, WorkerContext
 from jdisagg.worker.outgoing_kv import OutgoingHandoff, offers_of_pages, snapshot_offers
 from jdisagg.worker.peers import PeerResolver
 from jdisagg.worker.prefill_task import PrefillTask, offers_of_row
+from jdisagg.worker.prompts import check_queue
 
 CHUNKS_OFFERED = 4
 
@@ -89,23 +89,12 @@ class PrefillWorker(MeshWorker):
 
     def _apply(self, command: StepCommand, result: StepResult) -> None:
         assert isinstance(command, PrefillChunk) and isinstance(result, PrefillResult)
-        self._prompts.computed(command, self._loop.took)
-        self._prompts.step_ended()
         sums = {entry.offer_id: entry for entry in result.checksums}
-        for key, of_part in result.prompts:
-            if (task := self._tasks.get(key)) is not None:
-                task.prompt_logprobs.append(of_part)
         for row in command.rows:
-            task = self._tasks.get(row.sequence)
-            if task is None:
-                continue
-            task.handoff.announce_checksums(
-                [sums[offer.offer_id] for offer in row.offers if offer.offer_id in sums]
-            )
-            if row.samples:
-                self._finish(
-                    task, [sample for sample in result.samples if sample.sequence == row.sequence]
-                )
+            if (task := self._tasks.get(row.sequence)) is not None:
+                offers = [one.offer_id for one in row.offers]
+                task.handoff.announce_checksums([sums[one] for one in offers if one in sums])
+        self._apply_chunk(command, result)
 
     def _snapshot(self) -> AdmissionSnapshot:
         return AdmissionSnapshot(
@@ -142,42 +131,25 @@ class PrefillWorker(MeshWorker):
             cached = kept.cached_tokens(rank, prompt.chain, prompt.most_known, to_compute=True)
             if self._room.available(rank) < prompt.needs_states:
                 break  # the withdrawn prompts held fewer pages of windows than they might need
-            pages = kept.reserve(rank, key, prompt.chain, cached, prompt.needs_pages)
-            if pages is None:
+            if kept.reserve(rank, key, prompt.chain, cached, prompt.needs_pages) is None:
                 break  # the withdrawn prompts shared pages, so fewer became free than they held
             self._waiting.remove(prompt)
             self._count_reuse(prompt, rank, cached, task.restored)
-            self._start(task, rank, cached, pages, admission.placed[place + 1 :])
+            self._start(task, rank, cached, admission.placed[place + 1 :])
 
     def _start(
-        self,
-        task: PrefillTask,
-        rank: int,
-        cached: int,
-        pages: tuple[int, ...],
-        later: tuple[tuple[int, int], ...],
+        self, task: PrefillTask, rank: int, cached: int, later: tuple[tuple[int, int], ...]
     ) -> None:
         kept, room, prompt = self._kept, self._room, task.prompt
         key, chain, tokens = prompt.key, prompt.chain, prompt.tokens
-        slot, windows = 0, tuple[int, ...]()
+        windows = tuple[int, ...]()
         if room.windows:
             promised = [self._tasks[one].prompt.needs_states for one, on in later if on == rank]
             windows = room.begin_windows(kept, rank, key, chain, tokens, cached, sum(promised))
         else:
             room.states.take(rank, key)
-            slot = room.states.slot(rank, key)
-            self._continue_from(rank, chain, cached, slot)
-        self._prompts.add(
-            key,
-            rank,
-            pages,
-            task.samples,
-            cached_tokens=cached,
-            epoch=kept.epoch,
-            state=slot,
-            adapter=self._adapters.table.slot_of(task.call.request),
-            windows=windows,
-        )
+            self._continue_from(rank, chain, cached, room.states.slot(rank, key))
+        self._prompts.add(key, rank, task.samples, cached, kept.epoch, windows)
         if room.windows and room.windows[rank].repeats(key):
             self._prompts.stall(key)  # few of its blocks can be reused
 
@@ -273,14 +245,7 @@ class PrefillWorker(MeshWorker):
                 f"n={len(call.children)} exceeds the {mesh.samples_per_chunk} samples of one"
                 " prefill; ask for fewer"
             )
-        priority, limit = call.request.priority, self._config.queue_limit
-        before = sum([one.priority >= priority for one in self._waiting])
-        if before >= limit or len(self._waiting) >= 2 * limit:
-            raise OverloadedError(
-                f"worker {self.name!r}: {len(self._waiting)} prompts wait, the queue's limit; try"
-                " again later",
-                retry_after_seconds=1.0,
-            )
+        check_queue(self.name, self._waiting, call.request.priority, self._config.queue_limit)
 
     def _new_task(self, call: PrefillCall, now: float) -> PrefillTask:
         prompt = Prompt(
@@ -336,7 +301,9 @@ class PrefillWorker(MeshWorker):
     def _queue(self, prompt: Prompt) -> None:
         bisect.insort(self._waiting, prompt, key=lambda waiting: waiting.order)
 
-    def _finish(self, task: PrefillTask, firsts: list[SampledToken]) -> None:
+    def _prefilled(self, key: int, firsts: list[SampledToken]) -> None:
+        if (task := self._tasks.get(key)) is None:
+            return
         now, started = self._clock.now(), task.started_at
         assert started is not None, "its rows were planned"
         unchosen = [one.token for one in firsts if one.token in (BROKEN_TOKEN, STUCK_TOKEN)]
@@ -346,13 +313,15 @@ class PrefillWorker(MeshWorker):
                 self._forget_broken(task.prompt.rank)
             self._outgoing.end(task.handoff, error)
             return
-        tokens = task.prompt.tokens - task.prompt.cached_tokens
-        self._sources.computed_in(tokens, now - started)
         task.firsts = tuple([FirstToken(one.child, one.token, one.logprobs) for one in firsts])
         if not task.reply.done():
             task.reply.set_result(
                 PrefillReply(
-                    task.firsts, started - task.queued_at, now - started, task.cached, task.scores
+                    task.firsts,
+                    started - task.queued_at,
+                    now - started,
+                    task.cached,
+                    task.prompt.all_scores,
                 )
             )
         self._end_if_done(task)

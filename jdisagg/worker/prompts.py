@@ -7,37 +7,49 @@ chunk is issued, because commands run in order."""
 
 from collections.abc import Callable, Collection
 
-from jdisagg.messages.step_commands import PrefillChunk, SampleSpec
+from jdisagg.errors import OverloadedError
+from jdisagg.messages.step_commands import PrefillChunk, PrefillResult, SampleSpec
 from jdisagg.scheduler.backlog import Backlog
-from jdisagg.scheduler.executor import MeshLimits
+from jdisagg.scheduler.decode_state import DecodeState
 from jdisagg.scheduler.prefill_batches import PrefillBatches
 from jdisagg.scheduler.prompt import Prompt
-from jdisagg.scheduler.residency import Residency
 from jdisagg.scheduler.shared_prompts import ChunkTimes, SharedPrompts, waiting_pays
 from jdisagg.telemetry import Counters
+
+
+def check_queue(worker: str, waiting: Collection[Prompt], priority: int, limit: int) -> None:
+    """Raises OverloadedError if `limit` prompts of this or a higher priority wait, or twice as many
+    of any."""
+    before = sum([one.priority >= priority for one in waiting])
+    if before >= limit or len(waiting) >= 2 * limit:
+        raise OverloadedError(
+            f"worker {worker!r}: {len(waiting)} requests wait for pages, the queue's limit; try"
+            " again later",
+            retry_after_seconds=1.0,
+        )
 
 
 class Prompts:
     """The prompts of one mesh, from their arrival until `forget`.
 
     Args:
-        seek: Function that is called with a prompt that need not wait for blocks of another prompt
-            any longer.
+        released: Function that is called with a prompt that need not wait for blocks of another
+            prompt any longer.
     """
 
     def __init__(
         self,
-        limits: MeshLimits,
-        kept: Residency,
+        state: DecodeState,
         ids: Callable[[], int],
         counters: Counters,
-        seek: Callable[[Prompt], None],
+        released: Callable[[Prompt], None],
     ) -> None:
         self.backlog = Backlog()
-        self._limits = limits
-        self._kept = kept
+        self._state = state
+        self._limits = limits = state.limits.computed
+        self._kept = kept = state.residency
         self._counters = counters
-        self._seek = seek
+        self._released = released
         # otherwise a hit needs a snapshot, which is cached when the prompt ends
         self._shares = not kept.snapshots or limits.window_pages_per_rank > 0
         self._batches = PrefillBatches(limits, ids, kept.cut_tokens, kept.begin_snapshot)
@@ -74,6 +86,9 @@ class Prompts:
         if prompt.chain:
             usable = kept.usable_tokens(prompt.most_known, prompt.computes)
             prompt.useful = prompt.chain[: usable // kept.block_tokens]
+
+    def __getitem__(self, key: int) -> Prompt:
+        return self._prompts[key]
 
     def look_up(self, prompt: Prompt) -> None:
         if prompt.useful:
@@ -128,11 +143,11 @@ class Prompts:
             if prompt.rank < 0 and prompt.chain:
                 self._name(prompt)
         for prompt in free:
-            self._seek(prompt)
+            self._released(prompt)
 
     def _release(self, keys: tuple[int, ...], ended: bool = False) -> None:
         for key in keys:
-            self._seek(self._prompts[key])
+            self._released(self._prompts[key])
             if ended and not self._shared.waits(key):
                 self._counters.add("prefix_waits_taken_over")
 
@@ -145,24 +160,21 @@ class Prompts:
         self,
         key: int,
         rank: int,
-        pages: tuple[int, ...],
         samples: tuple[SampleSpec, ...],
-        *,
         cached_tokens: int,
         epoch: int,
-        state: int = 0,
-        adapter: int = 0,
         windows: tuple[int, ...] = (),
     ) -> None:
-        """Queues a prompt for chunks.
+        """Queues a prompt that has pages for chunks.
 
         Args:
             epoch: Epoch of the prefix cache when the prompt got its pages.
         """
-        prompt = self._prompts[key]
-        prompt.rank, prompt.pages, prompt.windows = rank, pages, windows
-        prompt.cached_tokens, prompt.epoch = cached_tokens, epoch
-        prompt.samples, prompt.state, prompt.adapter = samples, state, adapter
+        prompt, state = self._prompts[key], self._state
+        prompt.rank, prompt.cached_tokens, prompt.epoch = rank, cached_tokens, epoch
+        prompt.pages, prompt.windows = state.ledgers[rank].pages(key), windows
+        prompt.state = state.states.slot(rank, key)
+        prompt.samples, prompt.adapter = samples, state.adapters.slot_of(prompt.request)
         wanted = self._kept.wanted_snapshots(rank, prompt.chain, prompt.tokens, cached_tokens)
         prompt.snapshots = () if windows else wanted
         prompt.images = prompt.request.scoped_images
@@ -225,7 +237,10 @@ class Prompts:
                 kept.settle_snapshots(prompt.rank, prompt.key, chain)
         self._release(self._shared.reached(prompt.key, len(chain)))
 
-    def computed(self, chunk: PrefillChunk, seconds: float) -> None:
+    def computed(self, chunk: PrefillChunk, result: PrefillResult, seconds: float) -> None:
+        for key, part in result.prompts:
+            if (prompt := self._prompts.get(key)) is not None:
+                prompt.scores.append(part)
         for row in chunk.rows:
             self.backlog.computed(row.sequence, len(row.tokens))
         self._times.took(chunk.chunk_tokens, seconds)
