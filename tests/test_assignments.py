@@ -80,9 +80,9 @@ def broken(path: Path, tree: ast.Module, named: set[str]) -> Iterator[str]:
     own = made(tree)
     for target, value in assigned(tree):
         holder, function = target.value, is_function(value, named, here)
-        through = isinstance(holder, ast.Attribute) and not target.attr.startswith("__")
-        if through and isinstance(holder.value, ast.Name | ast.Attribute):
-            if function or ast.unparse(holder) not in own:
+        if isinstance(holder, ast.Attribute) and not target.attr.startswith("__"):
+            held = isinstance(holder.value, ast.Name | ast.Attribute)
+            if held and (function or ast.unparse(holder) not in own):
                 yield f"{path.as_posix()}: {ast.unparse(target)}"
         elif isinstance(holder, ast.Name) and holder.id not in ("self", "cls") and function:
             yield f"{path.as_posix()}: {ast.unparse(target)}"

@@ -243,7 +243,7 @@ class Residency:
         self._page_size = page_size
         self.block_tokens = math.lcm(names.grain_tokens, page_size) if names else 0
         self.log = KeptLog()
-        self.snapshots = tuple(snapshots) if names else ()
+        self.snapshots: tuple[Snapshots, ...] = tuple(snapshots) if names else ()
         self._trees = [self._tree(rank) for rank in range(len(ledgers))] if names else []
         self.cut_tokens = names.cut_tokens if names else None
         self._events: KeptEvents | None = None

@@ -11,6 +11,7 @@ import asyncio
 import bisect
 import functools
 from collections import Counter, deque
+from dataclasses import dataclass
 
 import msgspec
 
@@ -24,31 +25,75 @@ from jdisagg.errors import (
     JdisaggError,
     UnavailableError,
 )
-from jdisagg.messages.ports import FirstToken, PrefillCall, PrefillReply
+from jdisagg.messages.ports import FirstToken, HandoffEnd, Offer, PrefillCall, PrefillReply
 from jdisagg.messages.step_commands import (
     BROKEN_TOKEN,
     STUCK_TOKEN,
     PrefillChunk,
     PrefillResult,
+    PrefillRow,
     SampledToken,
+    SampleSpec,
     StepCommand,
     StepResult,
 )
 from jdisagg.messages.worker_status import PriorityLoad, WorkerRole, WorkerStatus
-from jdisagg.request import Request
+from jdisagg.request import CachedTokens, Request
 from jdisagg.scheduler.executor import Executor
 from jdisagg.scheduler.page_ledger import pages_for
 from jdisagg.scheduler.prefill_admission import Admission, AdmissionSnapshot, RankLoad, admit
 from jdisagg.scheduler.prompt import Prompt
 from jdisagg.scheduler.residency import Chain
+from jdisagg.scheduler.sequences import sample_spec
 from jdisagg.worker.kv_sources import RestoredBlocks, RestoreQuery
 from jdisagg.worker.mesh_worker import MeshWorker, WorkerContext
 from jdisagg.worker.outgoing_kv import OutgoingHandoff, offers_of_pages, snapshot_offers
 from jdisagg.worker.peers import PeerResolver
-from jdisagg.worker.prefill_task import PrefillTask, offers_of_row
 from jdisagg.worker.prompts import check_queue
 
 CHUNKS_OFFERED = 4
+
+
+@dataclass(slots=True, eq=False)
+class PrefillTask:
+    """One prompt at a prefill worker.
+
+    Attributes:
+        extracting: Number of cached blocks that are being extracted.
+    """
+
+    prompt: Prompt
+    call: PrefillCall
+    handoff: OutgoingHandoff
+    restored: RestoredBlocks
+    queued_at: float
+    reply: "asyncio.Future[PrefillReply]"
+    started_at: float | None = None
+    restoring: "asyncio.Task[None] | None" = None
+    extracting: int = 0
+    firsts: tuple[FirstToken, ...] | None = None
+
+    @property
+    def cached(self) -> CachedTokens:
+        """Number of the request's prompt tokens that were cached, by origin. Tokens that an earlier
+        attempt generated are left out."""
+        known = min(self.prompt.cached_tokens, len(self.call.request.prompt_token_ids))
+        return self.restored.split(self.prompt.rank, known)
+
+    @property
+    def samples(self) -> tuple[SampleSpec, ...]:
+        request, children = self.call.request, self.call.children
+        return tuple([sample_spec(request, one.index, one.accepted) for one in children])
+
+    def end(self, offers: int) -> HandoffEnd:
+        assert self.firsts is not None
+        scores = self.prompt.all_scores
+        return HandoffEnd(offers, self.prompt.tokens, self.firsts, prompt_logprobs=scores)
+
+    def fail(self, error: JdisaggError) -> None:
+        if not self.reply.done():
+            self.reply.set_exception(error)
+            self.reply.exception()
 
 
 class PrefillWorker(MeshWorker):
@@ -161,7 +206,7 @@ class PrefillWorker(MeshWorker):
             task = self._tasks[row.sequence]
             if task.started_at is None:
                 task.started_at = self._clock.now()
-            task.handoff.announce(offers_of_row(row))
+            task.handoff.announce(_offers_of_row(row))
             if row.samples:
                 task.extracting = 1  # until it is known how many
                 self._unsent.append(task)
@@ -401,3 +446,18 @@ class PrefillWorker(MeshWorker):
                 for one in sorted({*waiting, *queued})
             ]
         )
+
+
+def _offers_of_row(row: PrefillRow) -> list[Offer]:
+    return [
+        Offer(
+            offer_id=spec.offer_id,
+            group=spec.group,
+            groups=spec.groups,
+            start=row.start + spec.offset - row.offset,
+            valid_tokens=min(spec.block_tokens, len(row.tokens) - spec.offset + row.offset),
+            block_tokens=spec.block_tokens,
+            rank=row.rank,
+        )
+        for spec in row.offers
+    ]
