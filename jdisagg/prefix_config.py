@@ -22,9 +22,9 @@ class PrefixConfig:
             number of tokens. None uses `grain_tokens`. With the value of `chunk_tokens`, a cache
             hit gives the same bits as a miss in bfloat16. If a value is set, the KV of answers is
             not cached, because decode steps round differently.
-        host_gib: Host memory of each worker, in GiB, for swapped-out sequences and, with `reuse`,
-            for blocks evicted from pages. 0 disables it. None means a share of the memory that is
-            free when the process starts (0.2, divided among the workers of the host).
+        host_gib: Host memory of each worker, in GiB, for blocks evicted from pages. 0 disables it.
+            None means a share of the memory that is free when the process starts (0.2, divided
+            among the workers of the host). Without `reuse`, it is not used.
         restores: When cached KV is restored from host memory or disk. "priced" restores it only if
             this was measured to be faster than computing or receiving it. "always" always does.
         disk_dir: Folder in which workers of this host store blocks that were used twice. Blocks
@@ -70,7 +70,7 @@ class PrefixConfig:
 
     @property
     def host_bytes(self) -> int:
-        return int((self.host_gib or 0.0) * (1 << 30))
+        return int((self.host_gib or 0.0) * (1 << 30)) if self.reuse else 0
 
     @property
     def appends(self) -> int:
@@ -87,8 +87,7 @@ class PrefixConfig:
 
     def host_tokens(self, page_size: int) -> int:
         """Returns the block size of the host tier in tokens, or 0 if there is no host tier."""
-        keeps = self.reuse and self.host_bytes
-        return math.lcm(self.grain_tokens, page_size) if keeps else 0
+        return math.lcm(self.grain_tokens, page_size) if self.host_bytes else 0
 
     def peer_tokens(self, page_size: int) -> int:
         """Returns the size in tokens of a block that is fetched from another worker, or 0 if

@@ -170,15 +170,12 @@ class HandoffTimeouts(_Part):
         pull_tries: Largest number of tries to pull a block.
         migration_seconds: Time limit for another worker to take over a running sequence. The
             sequence keeps running on the old worker during this time.
-        spilled_seconds: Longest time that a swapped-out sequence waits for pages. After that it is
-            recomputed, possibly on another worker.
     """
 
     heartbeat_seconds: float = 2.0
     call_seconds: float = 5.0
     pull_tries: int = 3
     migration_seconds: float = 30.0
-    spilled_seconds: float = 10.0
 
     hello_seconds = _Times("call_seconds", 1.0)
     resume_seconds = _Times("call_seconds", 1.0)  # wait for a new source after the old one failed

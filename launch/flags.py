@@ -220,8 +220,8 @@ GROUPS: dict[str, dict[str, Spec]] = {
         ),
         "host_cache_gib": _real(
             None,
-            "Host memory per worker, in GiB, for swapped-out sequences and evicted prefixes. 0:"
-            " none. Default: 0.2 of the free memory, divided among the workers of this host.",
+            "Host memory per worker, in GiB, for evicted prefixes. 0: none."
+            " Default: 0.2 of the free memory, divided among the workers of this host.",
             least=0.0,
         ),
         "disk_cache_dir": _text(

@@ -14,13 +14,6 @@ from pathlib import Path
 from tests.import_graph import ROOT
 
 ROOMS = ("worker", "scheduler")
-# Preemption wires these three objects together after they are made.
-MARKED = {
-    "worker/decode_worker.py: state.give_way",
-    "worker/decode_worker.py: self._spilled.lend",
-    "worker/decode_worker.py: state.spill",
-    "scheduler/decode_state.py: child.group.rank",
-}
 
 
 def parsed() -> dict[Path, ast.Module]:
@@ -91,8 +84,7 @@ def broken(path: Path, tree: ast.Module, named: set[str]) -> Iterator[str]:
 def test_no_object_is_wired_after_it_is_made() -> None:
     trees = parsed()
     named = methods(trees)
-    found = {one for path, tree in trees.items() for one in broken(path, tree, named)}
-    assert found <= MARKED
+    assert not {one for path, tree in trees.items() for one in broken(path, tree, named)}
 
 
 def test_the_rule_sees_what_it_forbids() -> None:

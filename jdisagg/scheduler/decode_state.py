@@ -10,8 +10,6 @@ free."""
 
 import bisect
 from collections import Counter
-from collections.abc import Callable
-from dataclasses import replace
 
 from jdisagg.request import FinishReason, Identity
 from jdisagg.scheduler.adapter_table import AdapterTable
@@ -63,14 +61,8 @@ class DecodeState:
         self._priorities: Counter[int] = Counter()  # number of groups by priority
         self.news: list[ChildProgress] = []
         self.preemptions = 0
-        # function that releases pages of a rank that no sequence holds; returns False if there are
-        # none
-        self.give_way: Callable[[int], bool] = lambda rank: False
-        # function that swaps out a sequence whose pages are needed; returns False if recomputing is
-        # better
-        self.spill: Callable[[Sequence], bool] = lambda child: False
+        self.cut: list[int] = []  # owners of pages for other workers that sequences needed
         self.adapters = adapters or AdapterTable(limits.adapters)
-        self.rank_bound = False  # whether swapped-out KV can be restored only to its rank
         self._last_key = 0
 
     def new_key(self) -> int:
@@ -127,12 +119,10 @@ class DecodeState:
             self.growing[child.rank].discard(child.key)
 
     def contexts(self) -> tuple[int, ...]:
-        contexts, absent = [0] * self.limits.ranks, (Stage.ENDED, Stage.SPILLED)
+        contexts = [0] * self.limits.ranks
         for group in self.groups.values():
-            prompt = len(group.request.prompt_token_ids)
-            for child in group.children:
-                if child.stage not in absent:
-                    contexts[group.rank] += prompt + len(child.generated)
+            for child in group.alive:
+                contexts[group.rank] += group.prompt_tokens + len(child.generated)
         return tuple(contexts)
 
     def reserved_pages(self) -> tuple[int, ...]:
@@ -155,14 +145,12 @@ class DecodeState:
         """Returns, for each priority, the number of sequences that have pages and the number of
         these pages."""
         keys: dict[int, list[list[int]]] = {}  # keys of children by priority and rank
-        absent = (Stage.ENDED, Stage.SPILLED)
         for group in self.groups.values():
-            for child in group.children:
-                if child.stage not in absent:
-                    priority = group.request.priority
-                    if priority not in keys:
-                        keys[priority] = [[] for _ in self.ledgers]
-                    keys[priority][group.rank].append(child.key)
+            for child in group.alive:
+                priority = group.request.priority
+                if priority not in keys:
+                    keys[priority] = [[] for _ in self.ledgers]
+                keys[priority][group.rank].append(child.key)
         return {
             priority: (sum(map(len, ranks)), sum(map(PageLedger.count_all, self.ledgers, ranks)))
             for priority, ranks in keys.items()
@@ -193,17 +181,17 @@ class DecodeState:
         finish: FinishReason | None = None,
         preempted: bool = False,
         moved: bool = False,
-        counted: bool = True,
+        yielded: bool = False,
     ) -> None:
         """Ends a finished, aborted or preempted child. Frees its slot and pages, and reports its
-        last tokens and the reason for its end. Idempotent."""
+        last tokens and the reason for its end. Its full blocks stay in the prefix cache, where
+        another attempt finds them. Idempotent."""
         if child.stage is Stage.ENDED:
             return
-        if child.stage is not Stage.SPILLED:
-            self._vacate(child)
-            self.states.free(child.rank, child.key)
+        self._vacate(child, preempted)
+        self.states.free(child.rank, child.key)
         child.stage = Stage.ENDED
-        self.preemptions += preempted and counted
+        self.preemptions += preempted
         last = self.untold(child)
         self.news.append(
             ChildProgress(
@@ -215,25 +203,13 @@ class DecodeState:
                 finish,
                 preempted,
                 moved,
+                yielded,
             )
         )
         if not child.group.alive:
             self._forget(child.group)
 
-    def set_aside(self, child: Sequence) -> None:
-        self._vacate(child)
-        self.states.free(child.rank, child.key)
-        child.stage = Stage.SPILLED
-        self.preemptions += child.group.suspended_until is None
-        self.news.append(replace(self.untold(child), aside=True))
-
-    def take_back(self, child: Sequence, rank: int) -> None:
-        child.group.rank, child.stage = rank, Stage.RETURNING
-        self.states.take(rank, child.key)
-        self.living[rank] += 1
-        self.note_pages(child)
-
-    def _vacate(self, child: Sequence) -> None:
+    def _vacate(self, child: Sequence, returns: bool) -> None:
         chain = self.chain_to_keep(child)
         if child.stage is Stage.RUNNING:
             self.slots[child.rank][child.slot] = None
@@ -244,7 +220,7 @@ class DecodeState:
             self.ready.remove(child)
         self.living[child.rank] -= 1
         self.growing[child.rank].discard(child.key)
-        self.residency.let_go(child.rank, child.key, chain)
+        self.residency.let_go(child.rank, child.key, chain, awaited=returns)
 
     def chain_to_keep(self, child: Sequence) -> Chain:
         """Returns the hashes of the full blocks of a child that stay in the prefix cache when the
@@ -252,8 +228,7 @@ class DecodeState:
         Steps in flight write only to positions after these blocks."""
         group = child.group
         stale = group.epoch != self.residency.epoch
-        waits = child.stage in (Stage.RESERVED, Stage.RETURNING)
-        if not self.residency.on or waits or stale:
+        if not self.residency.on or child.stage is Stage.RESERVED or stale:
             return ()
         if not self.residency.keeps_answers:
             return group.chain
@@ -270,9 +245,12 @@ class DecodeState:
         child.held_logprobs.clear()
         return ChildProgress(child.group.key, child.child, first, tokens, logprobs)
 
-    def end_group(self, group: SequenceGroup, preempted: bool = False) -> None:
+    def end_group(
+        self, group: SequenceGroup, preempted: bool = False, yielded: bool = False
+    ) -> None:
+        finish = None if preempted else FinishReason.CANCELLED
         for child in group.alive:
-            self.end_child(child, None if preempted else FinishReason.CANCELLED, preempted)
+            self.end_child(child, finish, preempted, yielded=yielded)
 
     def release_root(self, group: SequenceGroup) -> None:
         """Releases the pages that the group itself owns. Pages that its children own, too, stay in
@@ -285,14 +263,15 @@ class DecodeState:
 
     def preempt_for(self, needy: Sequence) -> bool:
         """Frees at least one page on the rank of `needy`. Pages of cached blocks that are being
-        sent to other workers are freed first, which ends these transfers. If there are none, the
-        youngest sequence of the lowest priority is preempted. Returns False if this sequence is
-        `needy` itself.
+        sent to other workers are freed first; the worker must end the transfers in `cut`. If there
+        are none, the youngest sequence of the lowest priority is preempted. Returns False if this
+        sequence is `needy` itself.
 
         If the preempted child's KV is still arriving, its whole group is ended."""
         ledger = self.ledgers[needy.rank]
         while not ledger.free_pages:
-            if self.give_way(needy.rank):
+            if (owner := self.residency.release_newest(needy.rank)) is not None:
+                self.cut.append(owner)
                 continue
             victim = max(
                 (
@@ -300,13 +279,12 @@ class DecodeState:
                     for group in self.groups.values()
                     if group.rank == needy.rank
                     for child in group.alive
-                    if child.stage is not Stage.SPILLED
                 ),
                 key=_precedence,
             )
             if victim.stage is Stage.RESERVED:
                 self.end_group(victim.group, preempted=True)
-            elif not self.spill(victim):
+            else:
                 self.end_child(victim, preempted=True)
             if victim is needy:
                 return False
@@ -331,7 +309,7 @@ class DecodeState:
 
 
 def _order(child: Sequence) -> tuple[float, int, int]:
-    return (*child.order, child.child)
+    return child.order
 
 
 def _precedence(child: Sequence) -> tuple[int, float, int, int]:

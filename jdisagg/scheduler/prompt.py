@@ -22,6 +22,7 @@ class Prompt:
         destination: Decode worker to which the KV is sent; empty if it stays.
         needs_pages: Number of pages that a prompt to send needs.
         needs_states: Number of state slots, or of pages of windows, that it needs (`PromptRoom`).
+        since: Time from which the prompt counts as waiting, if not from its arrival.
         computes: Whether this mesh computes the uncached tokens. At least one token is then treated
             as uncached.
         chain: Names (hashes) of the full blocks; empty if no cached blocks may be used.
@@ -48,6 +49,7 @@ class Prompt:
     arrival: float
     attempt: int = 1
     computes: bool = True
+    since: float | None = None
     destination: str = ""
     needs_pages: int = 0
     needs_states: int = 0
@@ -75,7 +77,8 @@ class Prompt:
 
     @property
     def order(self) -> tuple[float, int]:
-        return (self.arrival - head_start(self.priority), self.key)
+        since = self.arrival if self.since is None else self.since
+        return (since - head_start(self.priority), self.key)
 
     @property
     def priority(self) -> int:

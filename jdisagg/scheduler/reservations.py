@@ -20,7 +20,6 @@ from jdisagg.scheduler.page_ledger import pages_for
 from jdisagg.scheduler.priorities import YieldingSequence, to_preempt
 from jdisagg.scheduler.prompt import Prompt
 from jdisagg.scheduler.sequences import Sequence, SequenceGroup, Stage
-from jdisagg.scheduler.spills import Spill
 
 # stages in which a sequence has pages and may lose them
 _HOLDING = (Stage.RESERVED, Stage.READY, Stage.RUNNING)
@@ -92,18 +91,11 @@ class Reservations:
     def withdraw(self, key: int) -> None:
         self.queue = [waiting for waiting in self.queue if waiting.key != key]
 
-    def grant(
-        self, lease_until: float, before: tuple[float, int] | None = None
-    ) -> list[SequenceGroup]:
+    def grant(self, lease_until: float) -> list[SequenceGroup]:
         """Reserves pages for requests from the start of the queue, as long as there is room.
-        Returns the new groups. A group has the key of its prompt.
-
-        Args:
-            before: Only requests that precede this (arrival, key) get pages; None means no
-                limit.
-        """
+        Returns the new groups. A group has the key of its prompt."""
         granted: list[SequenceGroup] = []
-        while self.waits(before):
+        while self.queue:
             group = self.grant_one(self.queue[0], lease_until)
             if group is None:
                 break
@@ -130,7 +122,7 @@ class Reservations:
                 return waiting
         return None
 
-    def to_preempt(self, waiting: Prompt, coming: Sized[int]) -> list[Sequence]:
+    def to_preempt(self, waiting: Prompt) -> list[Sequence]:
         """Returns the sequences that must be preempted so that some rank has room for a request.
         Chooses the rank whose preempted sequences have the lowest priorities, and then the fewest.
         Returns an empty list if a rank has room already, or if preemption cannot make room."""
@@ -138,7 +130,7 @@ class Reservations:
         for rank in range(self._state.limits.ranks):
             able = self._holders(rank, waiting.priority)
             pages, sequences = self._short(waiting, rank)
-            few = to_preempt(able, pages - coming[rank], sequences)
+            few = to_preempt(able, pages, sequences)
             if few is not None and (best is None or _worth(few) < _worth(best)):
                 best = few
         keys = {one.key: number for number, one in enumerate(best or ())}
@@ -188,38 +180,6 @@ class Reservations:
         state, size = self._state, self._state.limits.page_size
         growth = len(state.growing[rank]) * pages_for(self._growth_tokens, size)
         return not self.queue and state.ledgers[rank].free_pages >= pages + growth
-
-    def waits(self, before: tuple[float, int] | None = None) -> bool:
-        """If `before` is given, only requests that precede this (arrival, key) count."""
-        return bool(self.queue) and (before is None or self.queue[0].order < before)
-
-    def take_back(self, spill: Spill) -> tuple[tuple[int, ...], int] | None:
-        """Reserves pages for a swapped-out sequence and its further tokens. The sequence may change
-        its rank only if its group has no other unfinished child and its KV may be restored to
-        another rank. Returns the pages and the number of leading positions whose KV they already
-        hold, or None if there is no room."""
-        child, state = spill.child, self._state
-        size, best, most = state.limits.page_size, None, (-1, -1)
-        alone = len(child.group.alive) == 1 and not state.rank_bound
-        for rank in range(state.limits.ranks) if alone else (child.rank,):
-            need = pages_for(min(child.limit, spill.tokens + self._growth_tokens), size)
-            if need > state.limits.pages_per_rank:
-                need = pages_for(spill.tokens + 1, size)
-            fresh = spill.epoch == state.residency.epoch
-            chain = spill.chain if fresh else ()
-            cached = state.residency.cached_tokens(rank, chain, spill.tokens, to_compute=False)
-            held = state.residency.held_pages(rank, chain, cached)
-            worth = (cached, state.ledgers[rank].free_pages)
-            fits = self._fits(rank, need - held, 1) and state.states.has_room(rank, 1)
-            if worth > most and fits:
-                best, most = (rank, chain, cached, need), worth
-        if best is None:
-            return None
-        rank, chain, cached, need = best
-        pages = state.residency.reserve(rank, child.key, chain, cached, need)
-        assert pages is not None, "room was checked"
-        state.take_back(child, rank)
-        return pages, cached
 
     def _fits(self, rank: int, need: int, children: int) -> bool:
         state, held = self._state, self._state.living[rank]

@@ -125,6 +125,7 @@ class ResidencyTree:
         self._blocks: dict[bytes, tuple[int, ...]] = {}
         self._indices: dict[bytes, int] = {}  # in their sequences
         self._names: dict[int, bytes] = {}
+        self._awaited: set[bytes] = set()  # blocks that a preempted sequence will use again
         self.evicted_blocks = 0  # blocks evicted for lack of room
         self._evicted = evicted
         self._changed = changed
@@ -150,7 +151,11 @@ class ResidencyTree:
     def held_pages(self, chain: Iterable[bytes]) -> int:
         return sum([self._ledger.references(page) > 0 for page in self.pages(chain)])
 
-    def adopt(self, owner: int, chain: Iterable[bytes]) -> tuple[int, ...]:
+    def awaits(self, name: bytes) -> bool:
+        return name in self._awaited
+
+    def adopt(self, owner: int, chain: Chain) -> tuple[int, ...]:
+        self._awaited.difference_update(chain)
         return self._ledger.adopt(owner, self.pages(chain))
 
     def keep(self, owner: int, chain: Chain) -> None:
@@ -177,12 +182,14 @@ class ResidencyTree:
             self._log.gained(name)
             self._changed(name, True)
 
-    def let_go(self, owner: int, chain: Chain) -> None:
+    def let_go(self, owner: int, chain: Chain, awaited: bool = False) -> None:
         """Releases the pages of `owner`. The first pages hold the blocks of `chain`, which remain
         cached. If a block is already cached in other pages, those pages stay cached and the owner's
-        pages become free."""
+        pages become free. `awaited`: whether the sequence will use these blocks again."""
         self.keep(owner, chain)
         self._ledger.free(owner)
+        if awaited:
+            self._awaited.update(chain[: self.match(chain)])
         # Blocks that were cached before are touched, too, so that a block is evicted after its
         # successors.
         self._ledger.touch(reversed(self.pages(chain[: self.match(chain)])))
@@ -204,6 +211,7 @@ class ResidencyTree:
         if self.snapshots is not None:
             self.snapshots.clear()
         self._blocks.clear()
+        self._awaited.clear()
         self._indices.clear()
         self._names.clear()
         return blocks
@@ -214,6 +222,7 @@ class ResidencyTree:
         if self.snapshots is not None:
             self.snapshots.drop(name)
         self._evicted(name, index, pages)
+        self._awaited.discard(name)
         others = tuple(other for other in pages if other != page)
         for other in others:
             del self._names[other]
@@ -249,6 +258,7 @@ class Residency:
         self._events: KeptEvents | None = None
         self._on_evicted: Evicted | None = None
         self._guests = 0
+        self._holds: dict[int, int] = {}  # ranks of the owners that `hold` made, newest last
         self.epoch = 0  # counts clears; pages filled in an earlier epoch are not cached
 
     def _tree(self, rank: int) -> ResidencyTree:
@@ -316,8 +326,29 @@ class Residency:
         self._guests -= 1
         return self._guests
 
-    def hold(self, rank: int, owner: int, chain: Chain) -> tuple[int, ...]:
-        return self._trees[rank].adopt(owner, chain)
+    def hold(self, rank: int, chain: Chain) -> tuple[int, tuple[int, ...]]:
+        """Keeps cached blocks from eviction until `release`, or until `release_newest` needs their
+        pages. Returns their temporary owner and their pages."""
+        owner = self.guest()
+        self._holds[owner] = rank
+        return owner, self._trees[rank].adopt(owner, chain)
+
+    def release(self, owner: int) -> None:
+        """Releases the pages of an owner that `hold` made. Idempotent."""
+        rank = self._holds.pop(owner, None)
+        if rank is not None:
+            self.let_go(rank, owner)
+
+    def release_newest(self, rank: int) -> int | None:
+        """Releases the newest hold of a rank. Returns its owner, or None if there is none."""
+        owner = next((one for one in reversed(self._holds) if self._holds[one] == rank), None)
+        if owner is not None:
+            self.release(owner)
+        return owner
+
+    def awaits(self, rank: int, name: bytes) -> bool:
+        """Returns whether a preempted sequence will use this block of a rank again."""
+        return self._trees[rank].awaits(name)
 
     def on_evicted(self, evicted: Evicted) -> None:
         """Sets a callback that is called before a block is evicted. Its arguments are the block's
@@ -390,9 +421,9 @@ class Residency:
         if chain:
             self._trees[rank].keep(owner, chain)
 
-    def let_go(self, rank: int, owner: int, chain: Chain = ()) -> None:
+    def let_go(self, rank: int, owner: int, chain: Chain = (), awaited: bool = False) -> None:
         if chain:
-            self._trees[rank].let_go(owner, chain)
+            self._trees[rank].let_go(owner, chain, awaited)
         else:
             self._ledgers[rank].free(owner)
         if self.snapshots:

@@ -47,7 +47,7 @@ from jdisagg.scheduler.executor import Executor, InterruptibleExecutor
 from jdisagg.scheduler.handoff import HandoffEvent, HandoffState
 from jdisagg.scheduler.prompt import Prompt
 from jdisagg.scheduler.reservations import Reservations
-from jdisagg.scheduler.sequences import Sequence, SequenceGroup, Stage
+from jdisagg.scheduler.sequences import SequenceGroup, Stage
 from jdisagg.scheduler.step_policy import Action, StepSnapshot, next_step
 from jdisagg.worker.incoming_handoff import Received
 from jdisagg.worker.incoming_kv import IncomingKv
@@ -56,11 +56,10 @@ from jdisagg.worker.mesh_worker import MeshWorker, WorkerContext
 from jdisagg.worker.migration import MigrationSender
 from jdisagg.worker.mixed_steps import MixedSteps
 from jdisagg.worker.outgoing_kv import OutgoingHandoff
-from jdisagg.worker.page_grants import PageGrants
 from jdisagg.worker.page_requests import PageRequests, overdue_error
 from jdisagg.worker.peers import PeerResolver
 from jdisagg.worker.span_stream import SpanStream
-from jdisagg.worker.spilled_kv import SpilledKv
+from jdisagg.worker.yields import Yields
 
 MOST_MOVES = 3
 
@@ -84,7 +83,6 @@ class DecodeWorker(MeshWorker):
         mesh, counters = executor.limits, self.counters
         self._interruptible = executor if isinstance(executor, InterruptibleExecutor) else None
         state = self._state
-        state.rank_bound = context.tiers.rank_bound
         self._reservations = Reservations(state, config.growth_tokens, config.ahead_sequences)
         self._batches = DecodeBatches.of(
             state, config, self._interruptible is not None, time.thread_time
@@ -104,20 +102,7 @@ class DecodeWorker(MeshWorker):
         self._migration = MigrationSender(
             state, self._outgoing, self._loop, context.ids, timeouts, counters
         )
-        state.give_way = self._given.give_way
-        waits = timeouts.spilled_seconds
-        self._spilled = SpilledKv(state, self._loop, mesh, context, counters, self._settle, waits)
-        self._spilled.lend = self._host.lend
-        state.spill = self._spill
-        self._grants = PageGrants(
-            state,
-            self._batches,
-            self._reservations,
-            self._spilled,
-            self._migration,
-            context.clock.now,
-            counters,
-        )
+        self._yields = Yields(state, self._batches, self._reservations, self._migration, counters)
 
     def _may_take(self, rank: int, pages: int) -> bool:
         return self._reservations.spares(rank, pages)
@@ -126,6 +111,8 @@ class DecodeWorker(MeshWorker):
 
     def _plan(self, step: int) -> StepCommand | None:
         command = None if self._span_goes_on() else self._next_command(step)
+        while self._state.cut:
+            self._given.cut(self._state.cut.pop())
         if self._state.news:
             self._settle()
         return command
@@ -179,10 +166,11 @@ class DecodeWorker(MeshWorker):
             self._join(group, tuple(firsts))
 
     def _settle(self) -> None:
-        self._spilled.rest()
-        seconds, serves = self._limits.reservation_lease_seconds, self._loop.failure is None
+        lease_until = self._clock.now() + self._limits.reservation_lease_seconds
+        serves = self._loop.failure is None
         if serves and (self._state.ready or self._reservations.queue):
-            self._grants.make_room(seconds, self._granted)
+            for group in self._yields.make_room(lease_until):
+                self._granted(group)
         for progress in self._state.take_news() if self._state.news else ():
             key = progress.group_key
             if (stream := self._streams.get(key)) is not None:
@@ -193,9 +181,8 @@ class DecodeWorker(MeshWorker):
                 self._migration.abort(key, "the sequence has ended")
                 self._prompts.forget(key)
                 self._sources.let_go(key)
-        some_spilled = self._spilled.settle()
-        if serves and (self._reservations.queue or some_spilled):
-            self._grants.give_free(seconds, self._granted)
+        for group in self._reservations.grant(lease_until) if serves else ():
+            self._granted(group)
         if not self._span_goes_on():
             self._loop.wake()
         self._quiet.set()
@@ -206,13 +193,6 @@ class DecodeWorker(MeshWorker):
             slot = self._state.states.slot(group.rank, group.key)
             self._continue_from(group.rank, group.chain, group.cached_tokens, slot)
         self._requests.grant(group)
-
-    def _spill(self, child: Sequence) -> bool:
-        if self._migration.moves(child.group) or not self._spilled.take(child):
-            return False
-        if not child.steps_count:
-            self._batches.forget(child)
-        return True
 
     def _span_goes_on(self) -> bool:
         return (
@@ -259,13 +239,19 @@ class DecodeWorker(MeshWorker):
                 call.attempt,
                 call.computes or self._computes,
             )
+            if call.aside_seconds is not None:
+                prompt.since = arrival + max(0.0, call.age_seconds - call.aside_seconds)
             ticket, granted = prompt.key, self._requests.open(prompt)
             self._prompts.begin(prompt, named=not call.whole, shared=self._computes)
             self._seek(prompt)
             self._settle()
+            began = self._clock.now()
             group = await self._requests.wait(ticket, granted, call.deadline_seconds)
         if not group.alive:
             raise self._not_held(ticket, call.attempt)
+        if call.aside_seconds is not None:
+            for child in group.alive:
+                child.aside_seconds = call.aside_seconds + self._clock.now() - began
         self._hold(group, call.deadline_seconds)  # a restore may outlast the lease
         try:
             restored = await self._restore(group, prompt, call)
@@ -283,7 +269,9 @@ class DecodeWorker(MeshWorker):
         if prompt.useful:
             known[rank] = group.cached_tokens // kept.block_tokens
             hinted = min(call.peer_tokens, prompt.most_known)
-            instead = "compute" if prompt.computes else "receive"
+            # a prefill worker would have to compute the accepted tokens before it sends their KV
+            computes = prompt.computes or call.children[0].accepted
+            instead = "compute" if computes else "receive"
             query = RestoreQuery(prompt.useful, tuple(known), 0, call.peer, hinted, rank, instead)
             pages = self._state.ledgers[rank].pages(group.key)
             blocks = await self._sources.fill(query, group.key, pages, restored)
@@ -370,13 +358,6 @@ class DecodeWorker(MeshWorker):
                     self._state.end_child(sequence, FinishReason.CANCELLED)
         self._settle()
 
-    async def suspend(self, reservation_id: int, keep_seconds: float | None) -> None:
-        group, now = self._state.groups.get(reservation_id), self._clock.now()
-        if group is not None:
-            self._migration.abort(group.key, "the request is suspended, or goes on")
-            self._spilled.suspend(group, None if keep_seconds is None else now + keep_seconds)
-            self._settle()
-
     def migrate_out(self, reservation_id: int) -> bool:
         """Offers a running sequence to other decode workers. Until one of them has taken it over,
         it continues on this worker. Returns False if the sequence cannot migrate now."""
@@ -436,9 +417,6 @@ class DecodeWorker(MeshWorker):
         for first in firsts:
             if first.token in (BROKEN_TOKEN, STUCK_TOKEN):
                 return self.fail(group, self._unchosen(group.request, first.token))
-        if (stream := self._streams.get(group.key)) is not None:
-            tokens = len(group.known_tokens) - group.cached_tokens
-            self._spilled.prices.computed_in(tokens, self._clock.now() - stream.began_at)
         copies = self._batches.ready(
             group, firsts, self._loop.next_number(), group.handoff.deadline
         )
@@ -472,7 +450,6 @@ class DecodeWorker(MeshWorker):
 
     async def stop(self) -> None:
         await super().stop()
-        self._spilled.stop()
         self._incoming.stop()
         await self._calls.stop()
 
@@ -498,7 +475,6 @@ class DecodeWorker(MeshWorker):
         return bool(self._state.groups or self._streams or others)
 
     def _hand_on(self) -> None:
-        self._spilled.end_suspended()
         for key in list(self._state.groups):
             stream = self._streams.get(key)
             if stream is not None and stream.moves < MOST_MOVES:
@@ -517,7 +493,6 @@ class DecodeWorker(MeshWorker):
         for key, stream in list(self._streams.items()):
             if not stream.taken and stream.lease_until < now:
                 del self._streams[key]
-        self._spilled.sweep(now)
         super()._sweep(now)
         self._peers.sweep(now, self._incoming.senders())
         self._settle()
@@ -542,12 +517,12 @@ class DecodeWorker(MeshWorker):
             reserved_pages=state.reserved_pages(),
             rank_sequences=tuple(state.living),
             rank_contexts=state.contexts(),
-            waiting=len(self._reservations) + self._spilled.spills.waiting(),
+            waiting=len(self._reservations),
             handoffs=len(self._incoming) + len(self._outgoing),
             can_prefill=self._chunk_tokens > 0,
             chunk_tokens=self._chunk_tokens,
-            kept=self._kept_tiers(*self._spilled.stats()),
+            kept=self._kept_tiers(),
             drafted_tokens=self.counters["drafted_tokens"],
             accepted_tokens=self.counters["accepted_tokens"],
-            priorities=self._grants.loads(self._prompts.backlog.by_priority()),
+            priorities=self._yields.loads(self._prompts.backlog.by_priority()),
         )

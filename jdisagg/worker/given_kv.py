@@ -52,8 +52,7 @@ class GivenKv:
         self._mesh = mesh
         self._ids = ids
         self._counters = counters
-        self._given: dict[int, tuple[int, OutgoingHandoff]] = {}  # rank and hand-off, by owner
-        self._holding: set[int] = set()  # owners that still hold pages
+        self._given: dict[int, OutgoingHandoff] = {}  # by the owner of their pages
         self._places = asyncio.Semaphore(BETWEEN_STEPS)  # for extractions of a decode mesh
         self._beginning = 0
         self._moved = asyncio.Event()  # a block was fetched, or a hand-off ended
@@ -98,12 +97,10 @@ class GivenKv:
             return FetchReply()
         if not self._may(call) or call.handoff_id in self._outgoing:
             return FetchReply()
-        owner = self._kept.guest()
-        pages = self._kept.hold(rank, owner, call.names[:count])
+        owner, pages = self._kept.hold(rank, call.names[:count])
         until = self._outgoing.now() + call.deadline_seconds
         handoff = OutgoingHandoff(call.handoff_id, 0, owner, until, call.asker)
-        self._given[owner] = rank, handoff
-        self._holding.add(owner)
+        self._given[owner] = handoff
         self._outgoing.open(handoff, awaits=True)
         # the snapshot may be dropped while blocks wait to be fetched, so it is extracted at once
         states = self._extract_snapshot(handoff, rank, call.names[:count]) if with_state else []
@@ -115,24 +112,17 @@ class GivenKv:
         self._moved.set()
 
     def ended(self, owner: int) -> bool:
-        found = self._given.pop(owner, None)
-        if found is not None:
-            self._let_go(found[0], owner)
-            self._moved.set()
-        return found is not None
+        """Returns whether `owner` held the pages of a transfer, which has ended."""
+        if self._given.pop(owner, None) is None:
+            return False
+        self._kept.release(owner)
+        self._moved.set()
+        return True
 
-    def give_way(self, rank: int) -> bool:
-        for owner, (where, handoff) in reversed(self._given.items()):
-            if where == rank and owner in self._holding:
-                self._counters.add("peer_gives_cut")
-                self._outgoing.end(handoff, HandoffError("its owner needs the pages"))
-                return True
-        return False
-
-    def _let_go(self, rank: int, owner: int) -> None:
-        if owner in self._holding:
-            self._holding.remove(owner)
-            self._kept.let_go(rank, owner)
+    def cut(self, owner: int) -> None:
+        """Ends a transfer that has lost its pages to a sequence."""
+        self._counters.add("peer_gives_cut")
+        self._outgoing.end(self._given[owner], HandoffError("its owner needs the pages"))
 
     def _may(self, call: FetchCall) -> bool:
         kept = self._kept
@@ -190,7 +180,7 @@ class GivenKv:
                     if self._decodes:
                         extracts[-1].add_done_callback(lambda _: self._places.release())
             if self._decodes:
-                self._let_go(rank, handoff.sequence)
+                self._kept.release(handoff.sequence)
             await asyncio.gather(*extracts)
         except JdisaggError:
             return  # the mesh failed, and all its hand-offs with it
@@ -199,6 +189,6 @@ class GivenKv:
             self._outgoing.finish(handoff, lambda offers: HandoffEnd(offers, count * size, ()))
 
     def _full(self) -> bool:
-        offered = sum([handoff.outstanding_tokens for _, handoff in self._given.values()])
+        offered = sum([handoff.outstanding_tokens for handoff in self._given.values()])
         chunk = self._mesh.chunk_buckets[-1] * self._mesh.layer_groups
         return offered >= (MOST_CHUNKS_OF_DECODE if self._decodes else MOST_CHUNKS) * chunk

@@ -72,8 +72,7 @@ class WorkerContext:
             process.
         names: Object that computes the hashes (names) of cached blocks; None disables the prefix
             cache.
-        tiers: Capacity of the host-memory and disk tiers, which hold cached blocks of a prefill
-            worker or swapped-out sequences of a decode worker.
+        tiers: Capacity of the host-memory and disk tiers.
         kv_channels: Function that returns the data-plane connections that the worker's status
             reports.
         times: Function that returns the measured times of the mesh's programs, or None if they are
@@ -409,25 +408,20 @@ class MeshWorker(ABC):
         """Returns whether a restore may reserve this number of pages."""
         return True
 
-    def _kept_tiers(self, *spilled: KeptTier) -> tuple[KeptTier, ...]:
+    def _kept_tiers(self) -> tuple[KeptTier, ...]:
         kept, mesh = self._kept, self._mesh
         if not kept.on:
-            return spilled
+            return ()
         of_token = mesh.sent.bytes_per_token
         room = mesh.ranks * mesh.pages_per_rank * mesh.page_size * of_token
         blocks = kept.blocks
-        tiers = {"pages": KeptTier("pages", blocks, blocks * kept.block_tokens * of_token, room)}
+        tiers = [KeptTier("pages", blocks, blocks * kept.block_tokens * of_token, room)]
         if kept.snapshots:
             sizes = [(len(one), one.filled, one.total) for one in kept.snapshots]
             count, filled, total = map(sum, zip(*sizes, strict=True))
             size = mesh.snapshot_slot_bytes
-            tiers["snapshots"] = KeptTier("snapshots", count, filled * size, total * size)
-        tiers |= {tier.tier: tier for tier in self._sources.stats()}
-        for tier in spilled:
-            name, cached = tier.tier, tiers.get(tier.tier, KeptTier(tier.tier, 0, 0, 0))
-            count, nbytes = tier.blocks + cached.blocks, tier.bytes + cached.bytes
-            tiers[name] = KeptTier(name, count, nbytes, tier.room_bytes)
-        return tuple(tiers.values())
+            tiers.append(KeptTier("snapshots", count, filled * size, total * size))
+        return (*tiers, *self._sources.stats())
 
     def _count_reuse(
         self, prompt: Prompt, rank: int, cached_tokens: int, restored: RestoredBlocks

@@ -40,7 +40,7 @@ class SpanStream:
         if progress.child not in self._open:
             return
         end = _end_of(progress)
-        if progress.token_ids or end or progress.aside:
+        if progress.token_ids or end:
             span = Span(
                 child=progress.child,
                 first_index=progress.first_index,
@@ -50,7 +50,7 @@ class SpanStream:
                 kv_bytes_moved=self.kv_bytes_moved,
                 exposed_transfer_seconds=self.exposed_seconds,
                 prompt_logprobs=self.prompt_logprobs,
-                aside=progress.aside,
+                yielded=progress.yielded,
                 weights=self.weights,
             )
             self._spans.put_nowait(span)

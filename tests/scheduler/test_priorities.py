@@ -90,9 +90,8 @@ def test_pages_of_the_lowest_priority_and_of_the_newest_go_to_a_higher_one() -> 
     first = asks(bench, 10, 3)
     assert first is not None and first.priority == 3
     assert bench.reservations.grant_one(first, 99.0) is None
-    assert bench.reservations.to_preempt(first, (0,)) == [new]
-    assert bench.reservations.to_preempt(first, (5,)) == [], "copies free as many"
-    bench.state.set_aside(new)
+    assert bench.reservations.to_preempt(first) == [new]
+    bench.state.end_child(new, preempted=True, yielded=True)
     group = bench.reservations.grant_one(first, 99.0)
     assert isinstance(group, SequenceGroup) and group.request.priority == 3
     assert old.stage is not new.stage
@@ -100,14 +99,24 @@ def test_pages_of_the_lowest_priority_and_of_the_newest_go_to_a_higher_one() -> 
 
 def test_one_that_came_back_yields_again_only_after_a_token() -> None:
     bench, (low,) = full_bench(0)
-    low.yielded_at = 5.0
-    low.came_back(7.0)
-    assert low.aside_seconds == 2.0 and not low.yields_to(1)
+    assert low.yields_to(1)
+    low.accepted = len(low.generated)
+    assert not low.yields_to(1)
     low.generated.append(3)
     assert low.yields_to(1)
     low.aside_seconds = PRIORITY_SECONDS
     assert not low.yields_to(1) and low.yields_to(2), "it has aged by one step"
     assert asks(bench, 9, 1) is None
+
+
+def test_one_that_yielded_waits_as_if_it_had_come_then() -> None:
+    bench, _ = full_bench(0)
+    for number, since in ((8, None), (7, 9.0)):
+        request = toy_request(number, 16, max_tokens=30)
+        asked = waiting(bench.state, request, number)
+        asked.since = since
+        bench.reservations.enqueue(asked)
+    assert [waiting.arrival for waiting in bench.reservations.queue] == [8.0, 7.0]
 
 
 def test_a_ready_sequence_takes_the_slot_of_the_newest_of_lower_priority() -> None:
@@ -117,7 +126,7 @@ def test_a_ready_sequence_takes_the_slot_of_the_newest_of_lower_priority() -> No
     assert first.slot >= 0 and second.slot >= 0
     ready(bench, 3, 5)
     assert bench.batches.yielding_slots() == [second]
-    bench.state.set_aside(second)
+    bench.state.end_child(second, preempted=True)
     assert bench.batches.yielding_slots() == [], "a slot is free"
 
 
