@@ -42,7 +42,8 @@ class _Prompt:
 
 
 class SharedPrompts:
-    """A prompt is registered until its blocks are computed. Other prompts do not wait."""
+    """A prompt is registered until its blocks are computed. One that is not registered waits for
+    none."""
 
     def __init__(self) -> None:
         self._prompts: dict[int, _Prompt] = {}
