@@ -22,8 +22,6 @@ from jdisagg.config import LimitsConfig
 from jdisagg.dispatch.answers import ChatAnswers, thinks
 from jdisagg.dispatch.client_limits import KeyUse
 from jdisagg.dispatch.options import (
-    MAX_ALLOWED_TOKENS,
-    SamplingOptions,
     bias_pairs,
     check_prompt_numbers,
     prompt_numbers,
@@ -60,11 +58,13 @@ from jdisagg.grammar.compiler import GrammarCompiler
 from jdisagg.messages.ports import close_stream
 from jdisagg.messages.worker_status import WorkerStatus
 from jdisagg.request import (
+    MAX_ALLOWED_TOKENS,
     MAX_LOGIT_BIAS,
     MAX_STOP_TOKEN_IDS,
     Grammar,
     Request,
     Resumption,
+    SamplingOptions,
     SamplingParams,
     StreamEvent,
 )
