@@ -11,23 +11,15 @@ free."""
 import bisect
 from collections import Counter
 
-from jdisagg.messages.worker_status import WorkerRole, WorkerStatus
 from jdisagg.request import FinishReason, Identity
 from jdisagg.scheduler.adapter_table import AdapterTable
 from jdisagg.scheduler.executor import MeshLimits
 from jdisagg.scheduler.handoff import HandoffEvent, HandoffState, sweep
 from jdisagg.scheduler.page_ledger import PageLedger, pages_for
-from jdisagg.scheduler.prefill_batches import PrefillJob
-from jdisagg.scheduler.priorities import head_start
+from jdisagg.scheduler.prompt_room import PromptRoom
 from jdisagg.scheduler.residency import BlockNames, Chain, Residency
-from jdisagg.scheduler.sequences import (
-    ChildProgress,
-    Sequence,
-    SequenceGroup,
-    Stage,
-    wanted_of_prompt,
-)
-from jdisagg.scheduler.state_slots import StateSlots, snapshots_of
+from jdisagg.scheduler.sequences import ChildProgress, Sequence, SequenceGroup, Stage
+from jdisagg.scheduler.state_slots import snapshots_of
 
 
 class DecodeState:
@@ -49,8 +41,10 @@ class DecodeState:
     ) -> None:
         self.limits = limits
         self.ledgers = [PageLedger(limits.pages_per_rank) for _ in range(limits.ranks)]
-        self.states = StateSlots(limits)
-        self.residency = Residency(self.ledgers, limits.page_size, names, snapshots_of(limits))
+        self.room = PromptRoom(limits)
+        self.states = self.room.states
+        snapshots = snapshots_of(limits, self.room.windows)
+        self.residency = Residency(self.ledgers, limits.page_size, names, snapshots)
         self.slots: list[list[Sequence | None]] = [
             [None] * limits.slots_per_rank for _ in range(limits.ranks)
         ]
@@ -82,24 +76,6 @@ class DecodeState:
             self.note_pages(child)
         self._named.setdefault(group.request.identity, []).append(group)
         self._priorities[group.request.priority] += 1
-
-    def prefill_job(self, group: SequenceGroup) -> PrefillJob:
-        rank, known, cached = group.rank, group.known_tokens, group.cached_tokens
-        return PrefillJob(
-            group.key,
-            rank,
-            known,
-            self.ledgers[rank].pages(group.key),
-            tuple([child.sample_spec() for child in group.alive]),
-            group.arrival - head_start(group.request.priority),
-            cached_tokens=cached,
-            state=self.states.slot(rank, group.key),
-            prompt_logprobs=wanted_of_prompt(group.request, tuple(group.children[0].generated)),
-            snapshots=self.residency.wanted_snapshots(rank, group.chain, len(known), cached),
-            adapter=self.adapters.slot_of(group.request),
-            priority=group.request.priority,
-            images=group.request.scoped_images,
-        )
 
     def groups_of(self, identity: Identity) -> list[SequenceGroup]:
         """A request may have several groups, for different attempts and children."""
@@ -156,28 +132,6 @@ class DecodeState:
                 if child.stage is Stage.RESERVED:
                     pages[group.rank].update(self.ledgers[group.rank].pages(child.key))
         return tuple(map(len, pages))
-
-    def status(self, name: str, role: WorkerRole, layout: str) -> WorkerStatus:
-        """Returns a worker's status. Only the fields that this state determines are filled in."""
-        limits = self.limits
-        return WorkerStatus(
-            name=name,
-            role=role,
-            layout=layout,
-            free_pages=tuple([ledger.free_pages for ledger in self.ledgers]),
-            total_pages=tuple([ledger.total_pages for ledger in self.ledgers]),
-            running=sum(self.living),
-            waiting=0,
-            slots=limits.ranks * limits.slots_per_rank,
-            page_size=limits.page_size,
-            context_tokens=limits.context_tokens,
-            preemptions=self.preemptions,
-            reserved_pages=self.reserved_pages(),
-            rank_sequences=tuple(self.living),
-            rank_contexts=self.contexts(),
-            free_states=self.states.free_by_rank(),
-            total_states=self.states.total_by_rank(),
-        )
 
     @property
     def one_priority(self) -> bool:

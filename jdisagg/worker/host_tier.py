@@ -88,7 +88,7 @@ class HostTier(KvSource):
             key = int.from_bytes(kept.digest(b"jdisagg sums")[:8], "little") >> 1
             kept.on_evicted(self._evicted)
             for rank, snapshots in enumerate(kept.snapshots):
-                snapshots.on_evicted = functools.partial(self._snapshot_evicted, rank)
+                snapshots.on_evicted(functools.partial(self._snapshot_evicted, rank))
         self._pieces = HostPieces(loop, limits.page_size, key)
 
     def bytes_of_snapshots(self, room_bytes: int) -> int:
@@ -385,9 +385,9 @@ class HostTier(KvSource):
 
     async def bring_snapshot(self, restore: Restore) -> None:
         snapshot, plan = restore.snapshot, restore.plan
-        if not isinstance(snapshot, HostBlock) or restore.place is None:
+        if not isinstance(snapshot, HostBlock):
             return
-        place = restore.place(len(plan.chain) * self._kept.block_tokens)
+        place = restore.place(self._kept, len(plan.chain) * self._kept.block_tokens)
         if place is None:
             return
         if await self._pieces.bring_back(snapshot.pieces, plan.rank, place):

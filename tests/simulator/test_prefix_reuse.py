@@ -91,7 +91,7 @@ def ledgers(cluster: SimulatedCluster) -> list[PageLedger]:
     for process in cluster.processes.values():
         worker = process.worker
         if isinstance(worker, PrefillWorker):
-            found += worker._ledgers
+            found += worker._state.ledgers
         else:
             assert isinstance(worker, DecodeWorker)
             found += worker._state.ledgers

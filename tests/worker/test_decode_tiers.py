@@ -86,7 +86,7 @@ async def accounted(cluster: Cluster) -> None:
     assert set(cluster.decode_mesh.host) == {one for block in kept for one in block.offer_ids}
     (host,) = [one for one in (await cluster.decode.status()).kept if one.tier == "host"]
     assert host.bytes == len(kept) * tier.block_bytes <= host.room_bytes
-    assert not len(cluster.decode._prefixes)
+    assert not len(cluster.decode._sources._owned)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -207,7 +207,7 @@ async def test_a_prompt_is_appended_behind_what_came_back() -> None:
     ) as cluster:
         first = other(1)
         history = first.prompt_token_ids + tuple((await cluster.collect(first)).tokens[0])
-        cluster.prefill._residency.clear()
+        cluster.prefill._kept.clear()
         filler = other(2, 147)
         await cluster.ask(filler)
         kept = cluster.decode._kept
@@ -226,7 +226,7 @@ async def test_a_request_that_is_given_up_while_it_waits_for_a_restore_leaves_no
         await turn(cluster, 1, "first")
         await turn(cluster, 2, "takes its pages")
         waiting = asyncio.ensure_future(cluster.collect(replace(other(1), request_id="gone")))
-        await until(lambda: len(cluster.decode._prefixes))
+        await until(lambda: len(cluster.decode._sources._owned))
         waiting.cancel()
         await asyncio.gather(waiting, return_exceptions=True)
         await asyncio.sleep(5.0)

@@ -126,7 +126,7 @@ async def test_one_that_is_cancelled_on_its_way_back_writes_to_nobodys_pages() -
     """The mesh asserts what lies in every page that the others read."""
     async with scarce(costs=Costs(pull=0.1, other=1e-5)) as cluster:
         waiting = [asyncio.ensure_future(cluster.collect(long(one))) for one in (1, 2)]
-        await until(lambda: len(cluster.decode._prefixes))
+        await until(lambda: len(cluster.decode._sources._owned))
         waiting[1].cancel()
         await asyncio.gather(*waiting, return_exceptions=True)
         await cluster.collect_all([long(number) for number in range(3, 6)])
