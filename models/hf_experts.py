@@ -9,7 +9,7 @@ from models.hf_config import HfConfig
 
 TOTAL = "n_routed_experts"
 # Names of the same field in published files, and in those that transformers writes.
-_NAMES = dict.fromkeys(("num_experts", "num_local_experts", "moe_num_experts"), TOTAL)
+_NAMES = {"num_experts": TOTAL, "num_local_experts": TOTAL, "moe_num_experts": TOTAL}
 
 
 def count_experts(hf: HfConfig, default: int | None = None, *, least: int = 1) -> int:

@@ -359,14 +359,18 @@ def _eagle_source(parameter: ParameterShape, eagle: EagleConfig) -> Source:
 
 def _fused_matrix(
     prefix: str, key: str, config: DecoderConfig, found: Shapes, parameter: ParameterShape
-) -> Rows | None:
+) -> Rows | SomeRows | None:
     attention = config.attention_of(config.layers[int(parameter.path[1])])
     flipped = not parameter.transposed
     q = attention.query_heads * attention.head_dim
     kv = attention.kv_heads * attention.head_dim
-    first = {"attention.q.kernel": 0, "attention.k.kernel": q, "attention.v.kernel": q + kv}
-    if key in first and (name := _first(prefix, FUSED_QKV, found)):
-        return Rows(name, (q + 2 * kv, config.width), first[key], flipped)
+    part, _, kind = key.rpartition(".")
+    first = {"attention.q": 0, "attention.k": q, "attention.v": q + kv}.get(part)
+    if first is not None and (name := _first(prefix, FUSED_QKV, found)):
+        if kind == "kernel":
+            return Rows(name, (q + 2 * kv, config.width), first, flipped)
+        rows = tuple(range(first, first + parameter.shape[0]))
+        return SomeRows(name.removesuffix("weight") + "bias", (q + 2 * kv,), rows)
     name = _first(prefix, FUSED_GATE_UP, found)
     if name and key.endswith((".gate.kernel", ".up.kernel")):
         ffn = parameter.shape[0 if parameter.transposed else 1]

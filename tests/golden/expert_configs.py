@@ -9,7 +9,7 @@ def _windows(draw: Draw, *, half: bool = False) -> Fields:
     ropes = {FULL: draw.rope("default", "yarn", "linear"), WINDOWED: draw.rope("default")}
     if half:
         ropes[FULL] |= {"partial_rotary_factor": 1.0 if draw.head_dim % 4 else 0.5}
-    layers = {"layer_types": draw.kinds(FULL, WINDOWED)} if draw.flag(0.8) else {}
+    layers: Fields = {"layer_types": draw.kinds(FULL, WINDOWED)} if draw.flag(0.8) else {}
     return layers | {"sliding_window": draw.window(), "rope_parameters": ropes}
 
 

@@ -44,7 +44,7 @@ def granitemoeshared(draw: Draw) -> Fields:
 
 
 def _swa(draw: Draw) -> Fields:
-    layers = {"layer_types": draw.kinds(FULL, WINDOWED)} if draw.flag() else {}
+    layers: Fields = {"layer_types": draw.kinds(FULL, WINDOWED)} if draw.flag() else {}
     thetas = [draw.one_of(0, 10000.0, 777.7) for _ in range(draw.layers)]
     rope = {"rope_type": "default", "rope_theta": 5000.0}
     bases = {"layer_rope_theta": thetas} if draw.flag(0.7) else {}

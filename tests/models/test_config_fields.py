@@ -11,6 +11,7 @@ import pytest
 from models.catalog import FAMILIES, read_config
 from models.decoder_config import DecoderConfig
 from models.hf_config import HfConfig
+from models.safetensors_files import SafetensorsFiles, StoredTensor
 from tests.models.configs import Fields, not_refused
 
 HERE = Path(__file__).parent
@@ -153,3 +154,16 @@ def test_a_text_part_is_read_as_the_family_that_it_is() -> None:
         whole = {"model_type": outer, "architectures": [architecture], "vision_config": {}}
         tied = {"tie_word_embeddings": text["tie_word_embeddings"]}
         assert _read(whole | tied | {"text_config": text | {"model_type": called}}) == _read(text)
+
+
+def test_the_text_part_of_qwen3_omni_is_that_of_its_thinker() -> None:
+    thinker = json.loads((HERE.parent / "golden" / "qwen3_omni" / "config.json").read_text())
+    beside = {"talker_config": {}, "code2wav_config": {}}
+    whole: Fields = {"model_type": "qwen3_omni_moe", "thinker_config": thinker, **beside}
+    whole["architectures"] = ["Qwen3OmniMoeForConditionalGeneration"]
+    assert _read(whole) == _read(FIXTURES["qwen3_omni_moe_text"])
+    tensor = StoredTensor(HERE, "F32", (1,), 0, 4)
+    read = ("thinker.model.norm.weight", "thinker.lm_head.weight")
+    aside = ("thinker.visual.x", "thinker.audio_tower.x", "talker.model.norm.weight", "code2wav.x")
+    files = SafetensorsFiles(dict.fromkeys((*read, *aside), tensor)).text_part()
+    assert files.shapes().keys() == {"model.norm.weight", "lm_head.weight"}
