@@ -16,7 +16,7 @@ from jax import lax
 
 from jdisagg.model_api import AdapterSize, Attend, MakeStack, Recur, Shards
 from jdisagg.ops.norm import rms_norm
-from jdisagg.ops.parameters import Axes, LogicalAxis, Make, parameter
+from jdisagg.ops.parameters import LogicalAxis, Make, parameter
 from jdisagg.ops.quantized_weights import KernelForm
 from jdisagg.ops.rope import query_growth, rope_angles, rotate
 from jdisagg.ops.scaled_kv import scaled_attend
@@ -70,20 +70,25 @@ class Attention(nnx.Module):
             if (gates := q_size if attention.gated else attention.head_gates * heads)
             else None
         )
+        self.gated_by = _softplus if attention.softplus_gates else jax.nn.sigmoid
         self.norm_all = attention.qk_norm == "all"
         self.norm_late = attention.norm_after_rope
         unit = attention.qk_norm == "unit" and layer.rotated
         self.unit_epsilon = config.norm_epsilon if unit else None
         self.growth = None if layer.rotated else attention.growth
 
-        def norm(size: int, axes: Axes) -> Norm | None:
+        def norm(count: int, axis: LogicalAxis) -> Norm | None:
             if attention.qk_norm in ("", "unit"):
                 return None
-            size, axes = (size, axes) if self.norm_all else (head, ("head",))
-            return Norm(make, size, axes, config.norm_epsilon, above_one=config.norms_above_one)
+            how = {"above_one": config.norms_above_one, "centred": config.norms_centred}
+            if self.norm_all:
+                return Norm(make, count * head, (axis,), config.norm_epsilon, **how)
+            if attention.qk_norm == "own":
+                return Norm(make, (count, head), (axis, "head"), config.norm_epsilon, **how)
+            return Norm(make, head, ("head",), config.norm_epsilon, **how)
 
-        self.q_norm = norm(q_size, (queries,))
-        self.k_norm = norm(kv_size, ("kv_heads",))
+        self.q_norm = norm(heads, queries)
+        self.k_norm = norm(attention.kv_heads, "kv_heads")
         self.rope = (layer.rope or attention.rope) if layer.rotated else None
         self.head_dim, self.value_dim = head, attention.value_size
         self.value_scale = attention.value_scale
@@ -141,7 +146,7 @@ class Attention(nnx.Module):
         own = self.heads // math.prod(lax.axis_size(axis) for axis in shards.tp)
         o_RNH = own_heads(o_RNH, own, shards)
         if self.gate is not None:
-            gate_RC = jax.nn.sigmoid(self.gate(x_RD, of_R))
+            gate_RC = self.gated_by(self.gate(x_RD, of_R))
             o_RNH = o_RNH * gate_RC.reshape(*o_RNH.shape[:2], -1)
         return self.o.summed(o_RNH.reshape(o_RNH.shape[0], -1), of_R)
 
@@ -282,6 +287,10 @@ class DecoderLayer(nnx.Module):
     def _added(self, y: jax.Array, norm: Norm | None) -> jax.Array:
         y = _normed(y, norm)
         return y if self.scale == 1 else (y.astype(jnp.float32) * self.scale).astype(y.dtype)
+
+
+def _softplus(x: jax.Array) -> jax.Array:
+    return jax.nn.softplus(x.astype(jnp.float32)).astype(x.dtype)
 
 
 def _combined(x: jax.Array, y: jax.Array, factors: tuple[float, float]) -> jax.Array:

@@ -5,9 +5,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from models import (
+    afmoe,
     apertus,
     cohere,
     deepseek,
+    ernie_moe,
     exaone4,
     gemma,
     gemma4,
@@ -15,8 +17,10 @@ from models import (
     glm4_moe,
     gpt_oss,
     granite,
+    hunyuan_moe,
     hy_v3,
     kimi_linear,
+    laguna,
     lfm2,
     llama,
     llama4,
@@ -49,23 +53,33 @@ from models.vision_config import read_vision, spatial_sections
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """A model family. `architecture` is the name under `architectures` in config.json.
-    `read_config` converts the fields of config.json to the model's configuration."""
+    """A model family. `architecture` is the name under `architectures` in config.json, in any case
+    of letters, and `saved` the name that transformers writes, if it is another. `read_config`
+    converts the fields of config.json to the model's configuration."""
 
     architecture: str
     read_config: Callable[[HfConfig], DecoderConfig]
+    saved: str = ""
 
 
 FAMILIES: dict[str, Family] = {
     "llama": Family("LlamaForCausalLM", llama.read_config),
     "llama4_text": Family("Llama4ForCausalLM", llama4.read_config),
     "apertus": Family("ApertusForCausalLM", apertus.read_config),
+    "afmoe": Family("AfmoeForCausalLM", afmoe.read_config),
     "arcee": Family("ArceeForCausalLM", llama.read_arcee_config),
     "ernie4_5": Family("Ernie4_5ForCausalLM", llama.read_ernie_config),
+    "ernie4_5_moe": Family("Ernie4_5_MoeForCausalLM", ernie_moe.read_config),
+    "internlm3": Family("InternLM3ForCausalLM", llama.read_intern_config, "LlamaForCausalLM"),
+    "iquestcoder": Family("IQuestCoderForCausalLM", llama.read_iquest_config, "LlamaForCausalLM"),
+    "cwm": Family("CwmForCausalLM", llama.read_cwm_config),
     "hunyuan_v1_dense": Family("HunYuanDenseV1ForCausalLM", llama.read_hunyuan_config),
+    "hunyuan_v1_moe": Family("HunYuanMoEV1ForCausalLM", hunyuan_moe.read_config),
     "cohere": Family("CohereForCausalLM", cohere.read_config),
     "cohere2": Family("Cohere2ForCausalLM", cohere.read_2_config),
+    "cohere2_moe": Family("Cohere2MoeForCausalLM", cohere.read_moe_config),
     "exaone4": Family("Exaone4ForCausalLM", exaone4.read_config),
+    "exaone_moe": Family("ExaoneMoEForCausalLM", exaone4.read_moe_config),
     "mistral": Family("MistralForCausalLM", mistral.read_config),
     "mixtral": Family("MixtralForCausalLM", mixtral.read_config),
     "qwen2": Family("Qwen2ForCausalLM", qwen2.read_config),
@@ -74,6 +88,8 @@ FAMILIES: dict[str, Family] = {
     "qwen2_moe": Family("Qwen2MoeForCausalLM", qwen2_moe.read_config),
     "qwen3": Family("Qwen3ForCausalLM", qwen3.read_config),
     "qwen3_moe": Family("Qwen3MoeForCausalLM", qwen3_moe.read_config),
+    "qwen3_omni_moe_text": Family("Qwen3OmniMoeForCausalLM", qwen3_moe.read_omni_config),
+    "mellum": Family("MellumForCausalLM", qwen3_moe.read_mellum_config),
     "qwen3_vl_text": Family("Qwen3VLForCausalLM", qwen3_vl.read_config),
     "qwen3_vl_moe_text": Family("Qwen3VLMoeForCausalLM", qwen3_vl.read_moe_config),
     "qwen3_next": Family("Qwen3NextForCausalLM", qwen3_next.read_config),
@@ -90,8 +106,12 @@ FAMILIES: dict[str, Family] = {
     "gemma2": Family("Gemma2ForCausalLM", gemma.read_2_config),
     "gemma3_text": Family("Gemma3ForCausalLM", gemma.read_3_config),
     "gemma4_text": Family("Gemma4ForCausalLM", gemma4.read_config),
+    "gemma4_unified_text": Family("Gemma4UnifiedForCausalLM", gemma4.read_unified_config),
     "granite": Family("GraniteForCausalLM", granite.read_config),
     "granitemoe": Family("GraniteMoeForCausalLM", granite.read_moe_config),
+    "granitemoeshared": Family("GraniteMoeSharedForCausalLM", granite.read_shared_config),
+    "granite_swa": Family("GraniteSWAForCausalLM", granite.read_swa_config),
+    "granitemoe_swa": Family("GraniteMoeSWAForCausalLM", granite.read_moe_swa_config),
     "granitemoehybrid": Family("GraniteMoeHybridForCausalLM", granite.read_4_config),
     "phi3": Family("Phi3ForCausalLM", phi3.read_config),
     "glm": Family("GlmForCausalLM", glm4.read_glm_config),
@@ -99,13 +119,22 @@ FAMILIES: dict[str, Family] = {
     "glm4v_text": Family("Glm4vForCausalLM", glm4.read_vl_config),
     "dots1": Family("Dots1ForCausalLM", glm4_moe.read_dots_config),
     "glm4_moe": Family("Glm4MoeForCausalLM", glm4_moe.read_config),
+    "glm4v_moe_text": Family("Glm4vMoeForCausalLM", glm4_moe.read_vl_config),
+    "solar_open": Family("SolarOpenForCausalLM", glm4_moe.read_solar_config),
+    "sarvam_moe": Family("SarvamMoEForCausalLM", glm4_moe.read_sarvam_config, "Glm4MoeForCausalLM"),
     "deepseek_v2": Family("DeepseekV2ForCausalLM", deepseek.read_v2_config),
     "deepseek_v3": Family("DeepseekV3ForCausalLM", deepseek.read_v3_config),
     "deepseek_v32": Family("DeepseekV32ForCausalLM", deepseek.read_v32_config),
     "glm_moe_dsa": Family("GlmMoeDsaForCausalLM", deepseek.read_dsa_config),
+    "sarvam_mla": Family(
+        "SarvamMLAForCausalLM", deepseek.read_sarvam_config, "DeepseekV3ForCausalLM"
+    ),
+    "youtu": Family("YoutuForCausalLM", deepseek.read_youtu_config),
     "kimi_k2": Family("DeepseekV3ForCausalLM", deepseek.read_v3_config),
     "kimi_linear": Family("KimiLinearForCausalLM", kimi_linear.read_config),
+    "laguna": Family("LagunaForCausalLM", laguna.read_config),
     "lfm2": Family("Lfm2ForCausalLM", lfm2.read_config),
+    "lfm2_moe": Family("Lfm2MoeForCausalLM", lfm2.read_moe_config),
     "mistral4": Family("Mistral4ForCausalLM", deepseek.read_mistral4_config),
     "glm4_moe_lite": Family("Glm4MoeLiteForCausalLM", deepseek.read_flash_config),
     "gpt_oss": Family("GptOssForCausalLM", gpt_oss.read_config),
@@ -130,7 +159,8 @@ def read_config(hf: HfConfig) -> DecoderConfig:
             "model_type", f"must be one of {', '.join(FAMILIES)}", "this family is not supported"
         )
     architectures = hf.names("architectures")
-    if architectures and family.architecture not in architectures:
+    names = {family.architecture.lower(), family.saved.lower()}
+    if architectures and names.isdisjoint(name.lower() for name in architectures):
         raise hf.error(
             "architectures",
             f"must hold {family.architecture!r} for model_type {kind!r}",

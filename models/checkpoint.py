@@ -468,7 +468,7 @@ def _adds_nothing(name: str, files: CheckpointTensors) -> bool:
 
 
 def _behind_the_last(name: str, config: DecoderConfig) -> bool:
-    if config.mtp_aside and name.startswith("mtp."):
+    if config.mtp_aside and re.search(r"(^|\.)mtp[._]", name):
         return True
     number = re.match(r"model\.layers\.(\d+)\.", name)
     last = len(config.layers)

@@ -170,7 +170,8 @@ class AttentionConfig:
 
     Attributes:
         qk_norm: Norm of q and k before rope, over each head (Qwen3) or all heads together (OLMo 2).
-            "unit" means over each head, without a weight, and only in layers with rotary positions.
+            "own" means over each head, with weights for each head (Command R+). "unit" means over
+            each head, without a weight, and only in layers with rotary positions.
         norm_after_rope: Whether the norms of q and k follow rope instead.
         value_dim, value_scale: Head size of v, if it differs from q and k, and factor of v
             (MiMo-V2).
@@ -184,6 +185,7 @@ class AttentionConfig:
         gated: Whether attention outputs are multiplied by the sigmoid of a learned gate.
         head_gates: Whether a head's output is multiplied by the sigmoid of one learned gate (Step
             3.5).
+        softplus_gates: Whether the function of gates is softplus instead of the sigmoid (Laguna).
         keys_are_values: Whether v equals k before norms and rope, so that no separate matrix for v
             exists.
     """
@@ -194,7 +196,7 @@ class AttentionConfig:
     rope: Rope
     qkv_bias: bool = False
     output_bias: bool = False
-    qk_norm: Literal["", "head", "all", "unit"] = ""
+    qk_norm: Literal["", "head", "all", "own", "unit"] = ""
     scale: float | None = None
     cap: float = 0.0
     sinks: bool = False
@@ -207,6 +209,7 @@ class AttentionConfig:
     value_scale: float = 1.0
     growth: tuple[float, int] | None = None
     head_gates: bool = False
+    softplus_gates: bool = False
 
     @property
     def value_size(self) -> int:
@@ -218,8 +221,8 @@ class ExpertConfig:
     """Experts of a layer and their routing.
 
     Attributes:
-        normalised: Whether the weights of a token's chosen experts are divided by their sum before
-            they are multiplied by `scaling`.
+        normalised: Whether the weights of a token's chosen experts are divided by their sum (plus
+            `not_zero`) before they are multiplied by `scaling`.
         shared_ffn: Width of the shared expert, which every token uses. 0 means that there is none.
         shared_gate: Whether the shared expert's output is multiplied by the sigmoid of a learned
             gate.
@@ -229,6 +232,7 @@ class ExpertConfig:
             token's experts are chosen.
         wide: Whether softmax routing computes router logits in float32. Sigmoid routing always
             does.
+        wide_router: Whether the router's weights are stored in float32.
         clamp: Gate function of the experts. None means silu.
         latent: Width of the experts' inputs and outputs, to which activations are projected. 0
             means the model's width.
@@ -236,6 +240,7 @@ class ExpertConfig:
             (Llama 4). Only with one expert for each token.
         beside: Whether a dense block of width `shared_ffn` runs in parallel with the experts, each
             with its own norms, and the router reads the residual stream (Gemma 4).
+        halved: Whether the sum of the chosen and the shared experts is halved (Command A+).
     """
 
     experts: int
@@ -255,6 +260,9 @@ class ExpertConfig:
     latent: int = 0
     scaled_inputs: bool = False
     beside: bool = False
+    halved: bool = False
+    not_zero: float = 1e-20
+    wide_router: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -309,7 +317,7 @@ class DecoderConfig:
         logits_cap: Bound of the logits, as cap * tanh(logit / cap). 0 means no bound.
         left_aside, mtp_aside: Describe the multi-token prediction layers that the checkpoint has in
             addition to its layers. `left_aside` is their number if they are stored after the last
-            layer. `mtp_aside` is whether their tensor names start with "mtp.".
+            layer. `mtp_aside` is whether a part of their tensor names starts with "mtp".
         next_token: Whether the first multi-token prediction layer is read, to draft tokens. Further
             ones are ignored.
     """

@@ -9,6 +9,7 @@ from models.decoder_config import DecoderConfig, ExpertConfig, IndexConfig, Late
 from models.glm4_moe import RoutingDefaults, check_groups, read_experts
 from models.hf_config import FamilyDefaults, HfConfig
 from models.hf_decoder import read_decoder, refuse_windows
+from models.hf_experts import count_experts, sparse_layers, with_experts
 from models.ministral import with_query_growth, without_query_growth
 
 V2_DEFAULTS = FamilyDefaults(kv_heads=None, context_tokens=2048)
@@ -32,6 +33,10 @@ MISTRAL_ROPE: dict[str, object] = {
     "mscale_all_dim": 1.0,
     "llama_4_scaling_beta": 0.1,
 }
+SARVAM_DEFAULTS = FamilyDefaults(kv_heads=None, context_tokens=4096)
+SARVAM_SIZES = LatentConfig(query_rank=0, rank=512, rope_dim=64, nope_dim=128, value_dim=128)
+SARVAM_ROUTING = RoutingDefaults(128, 8, 2048, scaling=2.5)
+YOUTU_DEFAULTS = FamilyDefaults(kv_heads=16, context_tokens=131072, tied=True)
 FLASH_ROUTING = RoutingDefaults(64, 4, 1536, scaling=1.8)
 DSA_ROUTING = RoutingDefaults(256, 8, 2048, scaling=2.5)
 
@@ -47,20 +52,17 @@ def read_flash_config(hf: HfConfig) -> DecoderConfig:
     return with_experts(hf, config, read_experts(hf, FLASH_ROUTING), sparse_layers(hf, config, 1))
 
 
-def sparse_layers(hf: HfConfig, config: DecoderConfig, usual: int) -> list[bool]:
-    """Uses `mlp_layer_types` if present. Without this field, the first `first_k_dense_replace`
-    layers (default `usual`) have none."""
-    count = len(config.layers)
-    kinds = hf.names("mlp_layer_types")
-    if kinds is None:
-        dense = hf.count("first_k_dense_replace", usual, least=0)
-        kinds = ("dense",) * min(dense, count) + ("sparse",) * (count - dense)
-    if len(kinds) != count or any(kind not in ("dense", "sparse") for kind in kinds):
-        raise hf.error(
-            "mlp_layer_types", f"must list dense or sparse for {count} layers", "correct it"
-        )
-    hf.pass_over("first_k_dense_replace")  # redundant with mlp_layer_types
-    return [kind == "sparse" for kind in kinds]
+def read_sarvam_config(hf: HfConfig) -> DecoderConfig:
+    hf.pass_over("q_head_dim")
+    hf = hf.renamed({"num_shared_experts": "n_shared_experts"})
+    config = read_latent(hf, SARVAM_DEFAULTS, SARVAM_SIZES)
+    config = replace(config, left_aside=hf.count("num_nextn_predict_layers", 0, least=0))
+    return with_experts(hf, config, read_experts(hf, SARVAM_ROUTING), sparse_layers(hf, config, 1))
+
+
+def read_youtu_config(hf: HfConfig) -> DecoderConfig:
+    hf.pass_over("embedding_initializer_range")
+    return replace(read_latent(hf, YOUTU_DEFAULTS, SIZES), left_aside=0)
 
 
 def read_v32_config(hf: HfConfig) -> DecoderConfig:
@@ -125,7 +127,7 @@ def read_v2_config(hf: HfConfig) -> DecoderConfig:
     groups, kept = hf.count("n_group", 1), hf.count("topk_group", 1)
     ffn = hf.count("moe_intermediate_size", 1407)
     experts = ExpertConfig(
-        hf.count("n_routed_experts", 64),
+        count_experts(hf, 64),
         hf.count("num_experts_per_tok"),
         ffn,
         normalised=False,
@@ -153,7 +155,7 @@ def read_mistral4_config(hf: HfConfig) -> DecoderConfig:
     config = with_query_growth(config, beta, plain)
     ffn = hf.count("moe_intermediate_size", 2048)
     experts = ExpertConfig(
-        hf.count("n_routed_experts", hf.count("num_local_experts", 128)),
+        count_experts(hf, 128),
         hf.count("num_experts_per_tok", 4),
         ffn,
         hf.flag("norm_topk_prob", True),
@@ -219,6 +221,7 @@ def read_latent(hf: HfConfig, defaults: FamilyDefaults, sizes: LatentConfig) -> 
 def _check_head_dim(hf: HfConfig, latent: LatentConfig) -> None:
     whole = latent.nope_dim + latent.rope_dim
     sizes = {latent.rope_dim, latent.nope_dim, latent.value_dim, whole}
+    sizes.add(latent.rank + latent.rope_dim)  # of what is cached, in Sarvam's models
     if hf.count("head_dim", whole) not in sizes:
         raise hf.error("head_dim", f"must be one of {sorted(sizes)}", "correct or remove it")
 
@@ -234,17 +237,3 @@ def _yarn_scale(hf: HfConfig) -> float:
     if not isinstance(factor, int | float) or not isinstance(all_dim, int | float) or factor <= 1:
         return 1.0
     return 0.1 * all_dim * math.log(factor) + 1.0
-
-
-def with_experts(
-    hf: HfConfig, config: DecoderConfig, experts: ExpertConfig, sparse: list[bool]
-) -> DecoderConfig:
-    if hf.count("moe_layer_freq", 1) != 1 and not hf.sizes_only:
-        raise hf.error("moe_layer_freq", "must be 1", "interleaved dense layers are not supported")
-    return replace(
-        config,
-        layers=tuple(
-            replace(layer, experts=experts if has else None)
-            for layer, has in zip(config.layers, sparse, strict=True)
-        ),
-    )

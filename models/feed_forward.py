@@ -113,7 +113,8 @@ class SparseMLP(nnx.Module):
         self, make: Make, config: DecoderConfig, routed: ExpertConfig, form: KernelForm
     ) -> None:
         width, experts, ffn = config.width, routed.experts, routed.ffn
-        self.router = parameter(make((width, experts), "matrix", width), ("embed", "router"))
+        role = "float32" if routed.wide_router else "matrix"
+        self.router = parameter(make((width, experts), role, width), ("embed", "router"))
         self.correction = (
             parameter(make((experts,), "float32", width), ("router",))
             if routed.correction
@@ -192,7 +193,7 @@ class SparseMLP(nnx.Module):
         if self.shared_gate is not None:
             gate_T1 = project(x_TD, self.shared_gate[...], platform=shards.platform)
             shared_TD = jax.nn.sigmoid(gate_T1) * shared_TD
-        return y_TD + shared_TD
+        return (y_TD + shared_TD) / 2 if self.config.halved else y_TD + shared_TD
 
     def adapt(self, slots: int, rank: int, make: MakeStack) -> None:
         experts, into, out = self.sizes
@@ -229,6 +230,7 @@ class SparseMLP(nnx.Module):
             groups_per_token=config.groups_per_token,
             normalised=config.normalised,
             scaling=config.scaling,
+            not_zero=config.not_zero,
         )
         if self.expert_scale is None:
             return routing

@@ -11,11 +11,10 @@ from dataclasses import replace
 
 from jdisagg.errors import CheckpointError
 from jdisagg.ops.activations import GeluGate
-from jdisagg.ops.rope_frequencies import Rope
 from models.decoder_config import AttentionConfig, DecoderConfig, ExpertConfig, LayerConfig
 from models.hf_config import FamilyDefaults, HfConfig
 from models.hf_decoder import read_decoder, read_layer_types
-from models.hf_rope import rope_of
+from models.hf_rope import ropes_by_kind
 
 DEFAULTS = FamilyDefaults(kv_heads=4, context_tokens=131072, tied=True)
 _ROPES: dict[str, dict[str, object]] = {
@@ -32,20 +31,23 @@ _ROPES: dict[str, dict[str, object]] = {
 _BEYOND = ("hidden_size_per_layer_input", "num_kv_shared_layers", "use_double_wide_mlp")
 
 
-def read_config(hf: HfConfig) -> DecoderConfig:
-    """Reads config.json, either as published or as transformers 5 writes it. Raises
-    CheckpointError."""
+def read_unified_config(hf: HfConfig) -> DecoderConfig:
+    """Reads the config.json of Gemma 4 12B, in which an absent field means no per-layer
+    embeddings."""
+    none = {} if "hidden_size_per_layer_input" in hf.fields else {"hidden_size_per_layer_input": 0}
+    return read_config(hf.changed(**none), replace(DEFAULTS, context_tokens=262144), 1024)
+
+
+def read_config(
+    hf: HfConfig, defaults: FamilyDefaults = DEFAULTS, window: int = 512
+) -> DecoderConfig:
+    """Reads config.json, either as published or as transformers 5 writes it. `window` is the
+    default of its field. Raises CheckpointError."""
     _refuse_what_the_small_ones_have(hf)
-    given = hf.raw("rope_parameters")
-    if given is not None and not (isinstance(given, dict) and given.keys() <= _ROPES.keys()):
-        raise hf.error(
-            "rope_parameters", f"must be objects under {', '.join(_ROPES)}", "correct it"
-        )
-    ropes = dict(given or _ROPES)
     bias = hf.flag("attention_bias", False)
     config = read_decoder(
         hf.changed(rope_parameters=None),
-        DEFAULTS,
+        defaults,
         qkv_bias=bias,
         output_bias=bias,
         qk_norm="head",
@@ -54,14 +56,16 @@ def read_config(hf: HfConfig) -> DecoderConfig:
     )
     count = len(config.layers)
     windows = read_layer_types(
-        hf, count, hf.count("sliding_window", 512), [at % 6 != 0 for at in range(1, count + 1)]
+        hf, count, hf.count("sliding_window", window), [at % 6 != 0 for at in range(1, count + 1)]
     )
     if windows[-1] is not None:
         raise hf.error("layer_types", "must end with full_attention", "correct it")
     windowed = replace(config.attention, scale=1.0, value_norm=True)
     full = _full(hf, windowed, windows)
-    windowed = replace(windowed, rope=_rope(hf, ropes, "sliding_attention", windowed, config))
-    full = replace(full, rope=_rope(hf, ropes, "full_attention", full, config))
+    sizes = {"sliding_attention": windowed.head_dim, "full_attention": full.head_dim}
+    ropes = ropes_by_kind(hf, _ROPES, sizes, config.context_tokens, DEFAULTS)
+    windowed = replace(windowed, rope=ropes["sliding_attention"])
+    full = replace(full, rope=ropes["full_attention"])
     plain = windowed if any(windows) else full
     experts = _experts(hf, config.ffn)
     return replace(
@@ -93,8 +97,6 @@ def _refuse_what_the_small_ones_have(hf: HfConfig) -> None:
             " use 31B or 26B-A4B"
         )
     hf.pass_over("vocab_size_per_layer_input")
-    if hf.has("rope_scaling"):
-        raise hf.error("rope_scaling", "must not be set", "use rope_parameters by kind of layer")
     if hf.raw("use_bidirectional_attention") not in (None, "vision") and not hf.sizes_only:
         # "vision" applies within images, which are not served.
         raise hf.error(
@@ -145,23 +147,6 @@ def _full(
 def _layer_numbers(by_layer: Mapping[object, object]) -> set[int] | None:
     keys = [str(key) for key in by_layer]
     return {int(key) for key in keys} if all(map(str.isdecimal, keys)) else None
-
-
-def _rope(
-    hf: HfConfig,
-    ropes: Mapping[str, object],
-    kind: str,
-    attention: AttentionConfig,
-    config: DecoderConfig,
-) -> Rope:
-    given = ropes.get(kind) or _ROPES[kind]
-    if not isinstance(given, dict) or "rope_theta" not in given:
-        raise hf.error(
-            "rope_parameters", f"must have an object with rope_theta under {kind}", "correct it"
-        )
-    return rope_of(
-        hf, f"rope_parameters.{kind}", given, attention.head_dim, config.context_tokens, DEFAULTS
-    )
 
 
 def _experts(hf: HfConfig, ffn: int) -> ExpertConfig | None:

@@ -18,7 +18,7 @@ VL_DEFAULTS = FamilyDefaults(
 
 def read_glm_config(hf: HfConfig, defaults: FamilyDefaults = DEFAULTS) -> DecoderConfig:
     refuse_windows(hf, "this family uses full attention")
-    bias = hf.flag("attention_bias", hf.raw("model_type") != "glm")
+    bias = hf.flag("attention_bias", True)
     size = 128 if defaults is DEFAULTS else None
     config = read_decoder(hf, defaults, qkv_bias=bias, head_dim_default=size)
     attention = config.attention

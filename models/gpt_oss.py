@@ -5,9 +5,10 @@ are a softmax over the logits of these experts."""
 from dataclasses import replace
 
 from jdisagg.ops.activations import ClampedGate
-from models.decoder_config import DecoderConfig, ExpertConfig, LayerConfig
+from models.decoder_config import DecoderConfig, ExpertConfig
 from models.hf_config import FamilyDefaults, HfConfig
-from models.hf_decoder import read_decoder, read_layer_types
+from models.hf_decoder import read_decoder, read_layer_types, with_windows
+from models.hf_experts import count_experts, with_experts
 
 DEFAULTS = FamilyDefaults(kv_heads=8, context_tokens=131072, norm_epsilon=1e-5, rope_theta=150000.0)
 YARN = {
@@ -27,10 +28,7 @@ def read_config(hf: HfConfig) -> DecoderConfig:
         hf = hf.changed(rope_parameters=YARN)
     bias = hf.flag("attention_bias", True)
     config = read_decoder(hf, DEFAULTS, qkv_bias=bias, output_bias=bias, head_dim_default=64)
-    total = hf.count("num_local_experts", hf.count("num_experts", 128))
-    chosen = hf.count("num_experts_per_tok", 4)
-    if chosen > total:
-        raise hf.error("num_experts_per_tok", f"must be at most {total}", "correct it")
+    total, chosen = count_experts(hf, 128), hf.count("num_experts_per_tok", 4)
     clamp = ClampedGate(hf.number("swiglu_limit", 7.0), hf.number("swiglu_alpha", 1.702))
     if clamp.limit <= 0:
         raise hf.error("swiglu_limit", "must be above zero", "correct it")
@@ -39,8 +37,5 @@ def read_config(hf: HfConfig) -> DecoderConfig:
     windows = read_layer_types(
         hf, count, hf.count("sliding_window", 128), [at % 2 == 0 for at in range(count)]
     )
-    return replace(
-        config,
-        attention=replace(config.attention, sinks=True),
-        layers=tuple(LayerConfig(window, experts) for window in windows),
-    )
+    config = replace(config, attention=replace(config.attention, sinks=True))
+    return with_experts(hf, with_windows(config, windows), experts)

@@ -37,12 +37,14 @@ class Outer:
     Attributes:
         tied: Default of `tie_word_embeddings`.
         own_head: Whether `tie_word_embeddings` is read from the text part instead of the top level.
+        within: Field that holds the model with the text part, if it is one of several models.
     """
 
     architecture: str
     text: str
     tied: bool
     own_head: bool = False
+    within: str = ""
 
 
 OUTER = {
@@ -51,6 +53,12 @@ OUTER = {
     "qwen2_5_vl": Outer("Qwen2_5_VLForConditionalGeneration", "qwen2_5_vl_text", tied=False),
     "voxtral": Outer("VoxtralForConditionalGeneration", "llama", tied=True),
     "glm4v": Outer("Glm4vForConditionalGeneration", "glm4v_text", tied=False),
+    "glm46v": Outer("Glm46VForConditionalGeneration", "glm4v_text", tied=False),
+    "glm4v_moe": Outer("Glm4vMoeForConditionalGeneration", "glm4v_moe_text", tied=False),
+    "exaone4_5": Outer("Exaone4_5_ForConditionalGeneration", "exaone4", tied=False),
+    "gemma4_unified": Outer(
+        "Gemma4UnifiedForConditionalGeneration", "gemma4_unified_text", tied=True
+    ),
     "gemma3": Outer("Gemma3ForConditionalGeneration", "gemma3_text", tied=True),
     "gemma4": Outer("Gemma4ForConditionalGeneration", "gemma4_text", tied=True),
     "llama4": Outer("Llama4ForConditionalGeneration", "llama4_text", tied=False, own_head=True),
@@ -62,9 +70,21 @@ OUTER = {
     "mistral3": Outer("Mistral3ForConditionalGeneration", "mistral", tied=True),
     "qwen3_vl": Outer("Qwen3VLForConditionalGeneration", "qwen3_vl_text", tied=False),
     "qwen3_vl_moe": Outer("Qwen3VLMoeForConditionalGeneration", "qwen3_vl_moe_text", tied=False),
+    "qwen3_omni_moe": Outer(
+        "Qwen3OmniMoeForConditionalGeneration",
+        "qwen3_omni_moe_text",
+        tied=False,
+        within="thinker_config",
+    ),
+    "qwen3_omni_moe_thinker": Outer(
+        "Qwen3OmniMoeThinkerForConditionalGeneration", "qwen3_omni_moe_text", tied=False
+    ),
     "qwen3_5": Outer("Qwen3_5ForConditionalGeneration", "qwen3_5_text", tied=False),
     "qwen3_5_moe": Outer("Qwen3_5MoeForConditionalGeneration", "qwen3_5_moe_text", tied=False),
 }
+
+# Text parts of a published model that are another family under a name of their own.
+SAME = {"exaone4_5_text": "exaone4"}
 
 
 class HfConfig:
@@ -79,6 +99,10 @@ class HfConfig:
         `whole` holds the fields of the whole model."""
         self.whole: Mapping[str, object] = fields
         outer = OUTER.get(str(fields.get("model_type")))
+        part = fields.get(outer.within) if outer is not None else None
+        if isinstance(part, dict):
+            kept = ("architectures", "model_type", "quantization_config")
+            fields = part | {name: fields[name] for name in kept if name in fields}
         inner = fields.get("text_config")
         if outer is not None and inner is None and "hidden_size" in fields:
             inner = {}  # Qwen2.5-VL publishes the fields of its text part at the top level
@@ -171,6 +195,27 @@ class HfConfig:
         other._read, other.nested, other.whole = self._read, self.nested, self.whole
         return other
 
+    def renamed(self, usual: Mapping[str, str]) -> "HfConfig":
+        """Returns a copy in which fields of other names (keys) have their usual names (values).
+        Raises CheckpointError if a field is stated under several names with different values."""
+        fields: dict[str, object] = {}
+        for own, name in usual.items():
+            value = self.raw(own)
+            if value is None:
+                continue
+            stated = fields.get(name, self.raw(name))
+            if stated not in (None, value):
+                raise self.error(own, f"must equal {name}={short(stated)}", "remove one")
+            fields[name] = value
+        return self.changed(**fields)
+
+    def require(self, only: Mapping[str, object]) -> None:
+        """Raises CheckpointError if a field has another value than its single supported one."""
+        for field, value in only.items():
+            if self.raw(field) not in (None, value) and not self.sizes_only:
+                said = json.dumps(value) if isinstance(value, bool) else repr(value)
+                raise self.error(field, f"must be {said}", "another form of it is not supported")
+
     def beside(self, name: str) -> Mapping[str, object]:
         path = Path(self.where).parent / name
         return _read_fields(path) if path.is_file() else {}
@@ -229,7 +274,8 @@ def _text_part(
     of_whole = {name: value for name, value in fields.items() if name not in VISION}
     stating = inner if outer.own_head else fields
     tied = {"tie_word_embeddings": stating.get("tie_word_embeddings", outer.tied)}
-    kind = {"model_type": inner.get("model_type") or outer.text}
+    kind = {"model_type": SAME.get(str(inner.get("model_type")), inner.get("model_type"))}
+    kind["model_type"] = kind["model_type"] or outer.text
     known = {name: value for name, value in inner.items() if name != "architectures"}
     return of_whole | known | tied | kind
 

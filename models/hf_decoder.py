@@ -1,7 +1,7 @@
 """Reads the config.json fields that all families share: sizes, biases, rotary positions, windows.
 The file of each family then reads the family's own options and replaces values of the result."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Literal
 
@@ -28,7 +28,7 @@ def read_decoder(
     *,
     qkv_bias: bool = False,
     output_bias: bool = False,
-    qk_norm: Literal["", "head", "all"] = "",
+    qk_norm: Literal["", "head", "all", "own"] = "",
     head_dim_default: int | None = None,
     activation: Activation = "silu",
     ffn_default: int | None = None,
@@ -82,6 +82,17 @@ def with_windows(config: DecoderConfig, windows: Sequence[int | None]) -> Decode
         layers=tuple(
             replace(layer, window=window)
             for layer, window in zip(config.layers, windows, strict=True)
+        ),
+    )
+
+
+def with_ropes(config: DecoderConfig, ropes: Mapping[str, Rope]) -> DecoderConfig:
+    """`ropes` has the rotary parameters of each kind in LAYER_TYPES."""
+    return replace(
+        config,
+        layers=tuple(
+            replace(layer, rope=ropes[LAYER_TYPES[layer.window is not None]])
+            for layer in config.layers
         ),
     )
 

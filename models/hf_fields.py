@@ -47,6 +47,7 @@ VISION = names("""
     media_placeholder_token_id use_unified_vision_chunk video_placeholder ignore_index
     projection_hidden_size projection_layer_norm_eps vision_token_id image_start_token_id
     image_end_token_id downsample_ratio video_start_token_id video_end_token_id
+    audio_start_token_id audio_end_token_id position_id_per_seconds user_token_id
     video_token_index projector_hidden_size img_token_compression_config merged_hidden_size
 """)
 
@@ -99,6 +100,7 @@ CHANGING: dict[str, str] = {
     "num_kv_shared_layers": "layers that share keys and values",
     "hidden_size_per_layer_input": "per-layer embeddings",
     "per_layer_config": "layers of several sizes",
+    "moe_layer_freq": "dense layers between layers with experts",
     "enable_moe_block": "experts beside a dense block",
     "use_double_wide_mlp": "dense blocks of several widths",
 }

@@ -36,6 +36,32 @@ def read_rope(hf: HfConfig, head_dim: int, context: int, defaults: FamilyDefault
     return rope_of(hf, field, given, head_dim, context, defaults)
 
 
+def ropes_by_kind(
+    hf: HfConfig,
+    usual: Mapping[str, Mapping[str, object]],
+    head_dim: int | Mapping[str, int],
+    context: int,
+    defaults: FamilyDefaults,
+) -> dict[str, Rope]:
+    """Reads `rope_parameters` with a set of parameters for each kind of layer. `usual` has the sets
+    that transformers assumes for absent ones."""
+    given = hf.raw("rope_parameters") or {}
+    if hf.raw("rope_scaling"):
+        raise hf.error("rope_scaling", "must not be set", "use rope_parameters by kind of layer")
+    if not isinstance(given, dict) or not given.keys() <= usual.keys():
+        raise hf.error("rope_parameters", f"must be objects under {', '.join(usual)}", "correct it")
+    ropes: dict[str, Rope] = {}
+    for kind, assumed in usual.items():
+        own = given.get(kind) or assumed
+        if not isinstance(own, dict) or "rope_theta" not in own:
+            raise hf.error(
+                "rope_parameters", f"must have an object with rope_theta under {kind}", "correct it"
+            )
+        size = head_dim if isinstance(head_dim, int) else head_dim[kind]
+        ropes[kind] = rope_of(hf, f"rope_parameters.{kind}", own, size, context, defaults)
+    return ropes
+
+
 def rope_of(
     hf: HfConfig,
     field: str,
@@ -124,6 +150,8 @@ def _kind(given: Mapping[str, object], wrong: Callable[..., CheckpointError]) ->
     kind = given.get("rope_type") or given.get("type") or "default"
     if kind == "su":  # the name in the first Phi-3 of 128k
         return "longrope"
+    if kind == "deepseek_yarn":
+        return "yarn"
     if kind not in _TYPES:
         raise wrong(
             f"has rope_type {kind!r}, which is not one of {', '.join(_TYPES)}",

@@ -9,7 +9,17 @@ from dataclasses import replace
 
 from models.decoder_config import DecoderConfig, EagleConfig
 from models.hf_recurrent import convolution_source, delta_source, lightning_source, mamba_source
-from models.hf_sources import EverySecond, Fused, HeadRows, PerExpert, Rows, SomeRows, Source, Whole
+from models.hf_sources import (
+    EverySecond,
+    Fused,
+    HeadRows,
+    OneDimension,
+    PerExpert,
+    Rows,
+    SomeRows,
+    Source,
+    Whole,
+)
 from models.parameter_tree import ParameterShape
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -26,7 +36,9 @@ RENAMED = {
         ("model.embeddings.", "model.embed_tokens."),
         ("model.norm_f.", "model.norm."),
     ),
+    "sarvam_moe": (("model.word_embeddings.", "model.embed_tokens."),),
     "lfm2": (("model.embedding_norm.", "model.norm."),),
+    "lfm2_moe": (("model.embedding_norm.", "model.norm."),),
 }
 # For each parameter of a layer, its tensor names in the supported families. If a layer has several
 # of them, the last one applies.
@@ -47,6 +59,7 @@ LAYER: dict[str, tuple[str, ...]] = {
         "norm.weight",
         "feedforward_layernorm.weight",
         "ffn_norm.weight",
+        "pre_mlp_layernorm.weight",
     ),
     "mlp_post_norm.weight": ("post_mlp_layernorm.weight", "post_feedforward_layernorm.weight"),
     "attention.q.kernel": ("self_attn.q_proj.weight", "mixer.q_proj.weight"),
@@ -59,6 +72,7 @@ LAYER: dict[str, tuple[str, ...]] = {
         "self_attn.o_proj.weight",
         "mixer.o_proj.weight",
         "self_attn.out_proj.weight",
+        "attention.dense.weight",
     ),
     "attention.o.bias": ("self_attn.o_proj.bias",),
     "attention.q_norm.weight": (
@@ -66,13 +80,15 @@ LAYER: dict[str, tuple[str, ...]] = {
         "self_attn.q_a_layernorm.weight",
         "self_attn.query_layernorm.weight",
         "self_attn.q_layernorm.weight",
+        "attention.query_layernorm.weight",
     ),
     "attention.k_norm.weight": (
         "self_attn.k_norm.weight",
         "self_attn.key_layernorm.weight",
         "self_attn.k_layernorm.weight",
+        "attention.key_layernorm.weight",
     ),
-    "attention.gate.kernel": ("self_attn.g_proj.weight",),
+    "attention.gate.kernel": ("self_attn.g_proj.weight", "self_attn.gate_proj.weight"),
     "attention.sinks": ("self_attn.sinks", "self_attn.attention_sink_bias"),
     "attention.q_a.kernel": ("self_attn.q_a_proj.weight",),
     "attention.q_a.bias": ("self_attn.q_a_proj.bias",),
@@ -139,7 +155,9 @@ LAYER: dict[str, tuple[str, ...]] = {
         "mixer.gate.weight",
         "router.proj.weight",
         "feed_forward.router.weight",
+        "feed_forward.gate.weight",
         "moe.gate.weight",
+        "mlp.gate.wg.weight",
     ),
     "mlp.router_scale": ("router.scale",),
     "mlp.expert_scale": ("router.per_expert_scale",),
@@ -153,6 +171,10 @@ LAYER: dict[str, tuple[str, ...]] = {
         "block_sparse_moe.e_score_correction_bias",
         "mlp.e_score_correction_bias",
         "mlp.expert_bias",
+        "mlp.experts.e_score_correction_bias",
+        "mlp.gate.expert_bias",
+        "mlp.moe_statics.e_score_correction_bias",
+        "feed_forward.expert_bias",
         "mixer.gate.e_score_correction_bias",
         "block_sparse_moe.gate.e_score_correction_bias",
         "moe.router_bias",
@@ -212,15 +234,18 @@ EXPERTS: dict[str, tuple[str, ...]] = {
     "mlp.gate": (
         "mlp.experts.{expert}.gate_proj.weight",
         "block_sparse_moe.experts.{expert}.w1.weight",
+        "feed_forward.experts.{expert}.w1.weight",
     ),
     "mlp.up": (
         "mlp.experts.{expert}.up_proj.weight",
         "block_sparse_moe.experts.{expert}.w3.weight",
+        "feed_forward.experts.{expert}.w3.weight",
         "mixer.experts.{expert}.up_proj.weight",
     ),
     "mlp.down": (
         "mlp.experts.{expert}.down_proj.weight",
         "block_sparse_moe.experts.{expert}.w2.weight",
+        "feed_forward.experts.{expert}.w2.weight",
         "mixer.experts.{expert}.down_proj.weight",
     ),
 }
@@ -233,7 +258,7 @@ IN_FLOAT32 = (
 )
 # Tensors of several parameters: queries, keys and values; gate and up.
 LATENT_HEADS = "self_attn.kv_b_proj.weight"
-FUSED_QKV = "self_attn.qkv_proj.weight"
+FUSED_QKV = ("self_attn.qkv_proj.weight", "attention.query_key_value.weight")
 FUSED_GATE_UP = (
     "mlp.gate_up_proj.weight",
     "shared_mlp.input_linear.weight",
@@ -280,7 +305,9 @@ def find_source(parameter: ParameterShape, config: DecoderConfig, found: Shapes)
         return convolution_source(prefix, key, config.width, parameter)
     if (lightning := config.layers[int(path[1])].lightning) and key.startswith("attention."):
         return lightning_source(int(path[1]), key, lightning, len(config.layers), parameter)
-    if config.attention.gated and key in ("attention.q.kernel", "attention.gate.kernel"):
+    apart = any(prefix + name in found for name in LAYER["attention.gate.kernel"])
+    gated = config.attention.gated and not apart
+    if gated and key in ("attention.q.kernel", "attention.gate.kernel"):
         return _gated_queries(prefix + LAYER["attention.q.kernel"][0], key, config, parameter)
     if key in LAYER:
         fused = _fused_matrix(prefix, key, config, found, parameter)
@@ -288,7 +315,9 @@ def find_source(parameter: ParameterShape, config: DecoderConfig, found: Shapes)
             return fused
         names = [prefix + name for name in LAYER[key]]
         name = next((name for name in reversed(names) if name in found), names[0])
-        return _matrix(name, shape, parameter.transposed)
+        if key == "mlp.correction" and name in found and len(found[name]) == 2:  # ERNIE: [1, E]
+            return OneDimension(name, (1, *shape), 1)
+        return _matrix(name, shape, parameter.transposed or key.endswith("norm.weight"))
     if key in ("attention.keys", "attention.values"):
         return _latent_heads(prefix + LATENT_HEADS, key, config)
     layer = config.layers[int(path[1])]
@@ -298,10 +327,10 @@ def find_source(parameter: ParameterShape, config: DecoderConfig, found: Shapes)
     if (name := prefix + STACKED_EXPERTS[key]) in found:
         return Fused(name, (experts, out, into))
     if key == "mlp.down" and (name := _first(prefix, FUSED_EXPERTS_DOWN, found)):
-        return _fused_experts(name, (experts, out, into), 0, found)
+        return _fused_experts(name, (experts, out, into), 0, found, config.family)
     if key in ("mlp.gate", "mlp.up") and (name := _first(prefix, FUSED_EXPERTS_GATE_UP, found)):
         first = out if key == "mlp.up" else 0
-        return _fused_experts(name, (experts, 2 * out, into), first, found)
+        return _fused_experts(name, (experts, 2 * out, into), first, found, config.family)
     patterns = [prefix + pattern for pattern in EXPERTS[key]]
     pattern = next((each for each in patterns if each.format(expert=0) in found), patterns[0])
     return PerExpert(pattern, experts, (out, into))
@@ -330,15 +359,18 @@ def _eagle_source(parameter: ParameterShape, eagle: EagleConfig) -> Source:
 
 def _fused_matrix(
     prefix: str, key: str, config: DecoderConfig, found: Shapes, parameter: ParameterShape
-) -> Rows | None:
+) -> Rows | SomeRows | None:
     attention = config.attention_of(config.layers[int(parameter.path[1])])
     flipped = not parameter.transposed
     q = attention.query_heads * attention.head_dim
     kv = attention.kv_heads * attention.head_dim
-    first = {"attention.q.kernel": 0, "attention.k.kernel": q, "attention.v.kernel": q + kv}
-    if key in first and prefix + FUSED_QKV in found:
-        shape = (q + 2 * kv, config.width)
-        return Rows(prefix + FUSED_QKV, shape, first[key], flipped)
+    part, _, kind = key.rpartition(".")
+    first = {"attention.q": 0, "attention.k": q, "attention.v": q + kv}.get(part)
+    if first is not None and (name := _first(prefix, FUSED_QKV, found)):
+        if kind == "kernel":
+            return Rows(name, (q + 2 * kv, config.width), first, flipped)
+        rows = tuple(range(first, first + parameter.shape[0]))
+        return SomeRows(name.removesuffix("weight") + "bias", (q + 2 * kv,), rows)
     name = _first(prefix, FUSED_GATE_UP, found)
     if name and key.endswith((".gate.kernel", ".up.kernel")):
         ffn = parameter.shape[0 if parameter.transposed else 1]
@@ -368,9 +400,11 @@ def _latent_heads(name: str, key: str, config: DecoderConfig) -> HeadRows:
     return HeadRows(name, (attention.query_heads * rows, latent.rank), rows, first)
 
 
-def _fused_experts(name: str, shape: tuple[int, int, int], first: int, found: Shapes) -> Fused:
+def _fused_experts(
+    name: str, shape: tuple[int, int, int], first: int, found: Shapes, family: str
+) -> Fused:
     inward = (shape[0], shape[2], shape[1])
-    if found[name] == inward and (inward != shape or ".feed_forward." in name):
+    if found[name] == inward and (inward != shape or family == "llama4_text"):
         return Fused(name, inward, first, inward=True)
     return Fused(name, shape, first)
 

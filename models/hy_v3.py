@@ -6,6 +6,7 @@ from dataclasses import replace
 from models.decoder_config import DecoderConfig, ExpertConfig
 from models.hf_config import FamilyDefaults, HfConfig
 from models.hf_decoder import read_decoder, refuse_windows
+from models.hf_experts import count_experts, sparse_layers, with_experts
 
 DEFAULTS = FamilyDefaults(
     kv_heads=8, context_tokens=131072, norm_epsilon=1e-5, rope_theta=11_158_840.0
@@ -16,9 +17,7 @@ _ONLY = ("qk_norm", "route_norm", "moe_router_use_sigmoid", "moe_router_enable_e
 
 def read_config(hf: HfConfig) -> DecoderConfig:
     refuse_windows(hf, "this family uses full attention")
-    for field in _ONLY:
-        if not hf.flag(field, True) and not hf.sizes_only:
-            raise hf.error(field, "must be true", "another form of it is not supported")
+    hf.require(dict.fromkeys(_ONLY, True))
     # These fields select bfloat16 roundings, and how transformers computes experts.
     hf.pass_over("enable_moe_fp32_combine", "enable_lm_head_fp32")
     hf.pass_over("enable_attention_fp32_softmax", "use_grouped_mm")
@@ -26,16 +25,12 @@ def read_config(hf: HfConfig) -> DecoderConfig:
     config = read_decoder(
         hf, DEFAULTS, qkv_bias=bias, output_bias=bias, qk_norm="head", head_dim_default=128
     )
-    count = len(config.layers)
     ffn = hf.count("moe_intermediate_size", hf.count("expert_hidden_dim", 1536))
     if hf.count("expert_hidden_dim", ffn) != ffn:
         raise hf.error("expert_hidden_dim", f"must be moe_intermediate_size={ffn}", "correct it")
-    total, chosen = hf.count("num_experts", 192), hf.count("num_experts_per_tok", 8)
-    if chosen > total:
-        raise hf.error("num_experts_per_tok", f"must be at most {total}", "correct it")
     experts = ExpertConfig(
-        total,
-        chosen,
+        count_experts(hf, 192),
+        hf.count("num_experts_per_tok", 8),
         ffn,
         normalised=True,
         shared_ffn=ffn * hf.count("num_shared_experts", 1, least=0),
@@ -43,12 +38,5 @@ def read_config(hf: HfConfig) -> DecoderConfig:
         correction=True,
         scaling=hf.number("router_scaling_factor", 2.826),
     )
-    dense = min(count, hf.count("first_k_dense_replace", 1, least=0))
-    kinds = hf.names("mlp_layer_types") or ("dense",) * dense + ("sparse",) * (count - dense)
-    if len(kinds) != count or any(kind not in ("dense", "sparse") for kind in kinds):
-        raise hf.error("mlp_layer_types", f"must name {count} layers dense or sparse", "correct it")
-    layers = tuple(
-        replace(layer, experts=experts if kind == "sparse" else None)
-        for layer, kind in zip(config.layers, kinds, strict=True)
-    )
-    return replace(config, layers=layers, mlp_bias=hf.flag("mlp_bias", False), left_aside=1)
+    config = replace(config, mlp_bias=hf.flag("mlp_bias", False), left_aside=1)
+    return with_experts(hf, config, experts, sparse_layers(hf, config, 1))

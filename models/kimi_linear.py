@@ -4,9 +4,10 @@ most layers, latent attention without rotary positions in the others, and DeepSe
 from dataclasses import replace
 
 from models.decoder_config import DecoderConfig, DeltaConfig, LatentConfig
-from models.deepseek import read_latent, sparse_layers, with_experts
+from models.deepseek import read_latent
 from models.glm4_moe import RoutingDefaults, read_experts
 from models.hf_config import FamilyDefaults, HfConfig
+from models.hf_experts import sparse_layers, with_experts
 
 DEFAULTS = FamilyDefaults(kv_heads=None, context_tokens=1048576, norm_epsilon=1e-5)
 SIZES = LatentConfig(query_rank=0, rank=512, rope_dim=64, nope_dim=128, value_dim=128)
@@ -36,7 +37,7 @@ def read_config(hf: HfConfig) -> DecoderConfig:
     scores = hf.raw("moe_router_activation_func")
     if scores not in (None, "sigmoid"):
         raise hf.error("moe_router_activation_func", "must be 'sigmoid'", "use another checkpoint")
-    hf = _with_usual_names(hf)
+    hf = hf.renamed(NAMES)
     if not hf.flag("use_grouped_topk", True) and hf.count("n_group", 1) > 1 and not hf.sizes_only:
         raise hf.error("use_grouped_topk", "must be true", "use a checkpoint with one group")
     for field in ("rope_scaling", "rope_parameters"):
@@ -55,18 +56,6 @@ def read_config(hf: HfConfig) -> DecoderConfig:
         config, layers=layers, left_aside=hf.count("num_nextn_predict_layers", 0, least=0)
     )
     return with_experts(hf, config, read_experts(hf, ROUTING), sparse_layers(hf, config, 1))
-
-
-def _with_usual_names(hf: HfConfig) -> HfConfig:
-    fields: dict[str, object] = {}
-    for own, usual in NAMES.items():
-        value = hf.raw(own)
-        if value is None:
-            continue
-        if hf.raw(usual) not in (None, value):
-            raise hf.error(own, f"must equal {usual}={hf.raw(usual)}", "correct or remove one")
-        fields[usual] = value
-    return hf.changed(**fields)
 
 
 def _linear_fields(hf: HfConfig) -> dict[str, object]:

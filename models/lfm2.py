@@ -1,11 +1,13 @@
 """Reads the configuration of LFM2. It has gated short convolutions in most layers, and attention
-with norms on each head of q and k in the others."""
+with norms on each head of q and k in the others. Some models have experts, chosen by corrected
+sigmoid scores, behind dense first layers."""
 
 from dataclasses import replace
 
-from models.decoder_config import ConvolutionConfig, DecoderConfig
+from models.decoder_config import ConvolutionConfig, DecoderConfig, ExpertConfig
 from models.hf_config import FamilyDefaults, HfConfig
 from models.hf_decoder import read_decoder
+from models.hf_experts import count_experts, sparse_layers, with_experts
 
 DEFAULTS = FamilyDefaults(kv_heads=8, context_tokens=128_000, rope_theta=1e6, tied=True)
 FULL, CONVOLUTION = "full_attention", "conv"
@@ -28,6 +30,26 @@ _PASSED = (
 
 
 def read_config(hf: HfConfig) -> DecoderConfig:
+    return replace(_read(hf), ffn=_ffn(hf))
+
+
+def read_moe_config(hf: HfConfig) -> DecoderConfig:
+    config = _read(hf)
+    experts = ExpertConfig(
+        count_experts(hf, 32),
+        hf.count("num_experts_per_tok", 4),
+        hf.count("moe_intermediate_size", 1792),
+        hf.flag("norm_topk_prob", True),
+        scores="sigmoid",
+        correction=hf.flag("use_expert_bias", True),
+        scaling=hf.number("routed_scaling_factor", 1.0),
+        not_zero=1e-6,
+    )
+    hf = hf.renamed({"num_dense_layers": "first_k_dense_replace"})
+    return with_experts(hf, config, experts, sparse_layers(hf, config, 2))
+
+
+def _read(hf: HfConfig) -> DecoderConfig:
     hf.pass_over(*_PASSED)
     if hf.raw("tie_embedding") is not None:
         hf = hf.changed(tie_word_embeddings=hf.flag("tie_embedding", True))
@@ -42,7 +64,7 @@ def read_config(hf: HfConfig) -> DecoderConfig:
         replace(layer, convolution=short if kind == CONVOLUTION else None)
         for layer, kind in zip(config.layers, _kinds(hf, len(config.layers)), strict=True)
     )
-    return replace(config, layers=layers, ffn=_ffn(hf), norm_epsilon=hf.number("norm_eps", 1e-5))
+    return replace(config, layers=layers, norm_epsilon=hf.number("norm_eps", 1e-5))
 
 
 def _kinds(hf: HfConfig, count: int) -> tuple[str, ...]:

@@ -101,12 +101,13 @@ class Linear(nnx.Module):
 
 class Norm(nnx.Module):
     """Root mean square norm with a weight. With `above_one` the norm multiplies by one plus the
-    weight. With `centred` it first subtracts the mean (LayerNorm without a bias)."""
+    weight. With `centred` it first subtracts the mean (LayerNorm without a bias). A `size` of
+    several dimensions means that only the last one is normalised."""
 
     def __init__(
         self,
         make: Make,
-        size: int,
+        size: int | tuple[int, ...],
         axes: Axes,
         epsilon: float,
         *,
@@ -114,7 +115,8 @@ class Norm(nnx.Module):
         centred: bool = False,
     ) -> None:
         role = "bias" if above_one else "norm"  # initialised to zero or one
-        self.weight = parameter(make((size,), role, size), axes)
+        shape = size if isinstance(size, tuple) else (size,)
+        self.weight = parameter(make(shape, role, shape[-1]), axes)
         self.epsilon, self.above_one, self.centred = epsilon, above_one, centred
 
     def __call__(self, x: jax.Array, over: tuple[str, ...] = ()) -> jax.Array:

@@ -22,9 +22,7 @@ _ONLY: dict[str, object] = {
 
 
 def read_config(hf: HfConfig) -> DecoderConfig:
-    for field, only in _ONLY.items():
-        if hf.raw(field) not in (None, only) and not hf.sizes_only:
-            raise hf.error(field, f"must be {only!r}", "another form of it is not supported")
+    hf.require(_ONLY)
     if hf.has("layernorm_epsilon"):
         hf = hf.changed(rms_norm_eps=hf.number("layernorm_epsilon", 1e-5))
     ropes = _ropes(hf)

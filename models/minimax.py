@@ -8,6 +8,7 @@ from dataclasses import replace
 from models.decoder_config import DecoderConfig, ExpertConfig, LayerConfig, LightningConfig
 from models.hf_config import FamilyDefaults, HfConfig
 from models.hf_decoder import read_decoder
+from models.hf_experts import count_experts, with_experts
 
 DEFAULTS = FamilyDefaults(
     kv_heads=8, context_tokens=4096 * 32, norm_epsilon=1e-5, rope_theta=1e6, partial_rotary=1.0
@@ -47,21 +48,17 @@ def read_config(hf: HfConfig) -> DecoderConfig:
         part = hf.count("rotary_dim") / hf.count("head_dim", size)
         hf = hf.changed(partial_rotary_factor=part)
     config = read_decoder(hf.changed(layer_types=None), DEFAULTS)
-    total = hf.count("num_local_experts", hf.count("num_experts", 8))
-    chosen = hf.count("num_experts_per_tok", 2)
-    if chosen > total:
-        raise hf.error("num_experts_per_tok", f"must be at most {total}", "correct it")
+    total, chosen = count_experts(hf, 8), hf.count("num_experts_per_tok", 2)
     experts = ExpertConfig(total, chosen, config.ffn, normalised=True)
     lightning = LightningConfig(config.attention.query_heads, config.attention.head_dim)
     fed = _factors(hf, "mlp")
     of_kind = {
-        LINEAR: LayerConfig(
-            experts=experts, lightning=lightning, factors=(_factors(hf, "linear_attn"), fed)
-        ),
-        FULL: LayerConfig(experts=experts, factors=(_factors(hf, "full_attn"), fed)),
+        LINEAR: LayerConfig(lightning=lightning, factors=(_factors(hf, "linear_attn"), fed)),
+        FULL: LayerConfig(factors=(_factors(hf, "full_attn"), fed)),
     }
     kinds = _kinds(hf, len(config.layers))
-    return replace(config, layers=tuple(of_kind[kind] for kind in kinds))
+    config = replace(config, layers=tuple(of_kind[kind] for kind in kinds))
+    return with_experts(hf, config, experts)
 
 
 def _factors(hf: HfConfig, of: str) -> tuple[float, float]:

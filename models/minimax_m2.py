@@ -2,11 +2,10 @@
 scores, one norm over all heads of q and another over all heads of k, and rotary positions on a part
 of each head."""
 
-from dataclasses import replace
-
 from models.decoder_config import DecoderConfig, ExpertConfig
 from models.hf_config import FamilyDefaults, HfConfig
 from models.hf_decoder import read_decoder, refuse_windows
+from models.hf_experts import count_experts, with_experts
 
 DEFAULTS = FamilyDefaults(kv_heads=8, context_tokens=196608, rope_theta=5e6, partial_rotary=1.0)
 # Fields of released checkpoints with a single supported value.
@@ -24,9 +23,7 @@ _ONLY: dict[str, object] = {
 
 def read_config(hf: HfConfig) -> DecoderConfig:
     refuse_windows(hf, "this family uses full attention")
-    for field, only in _ONLY.items():
-        if hf.raw(field) not in (None, only) and not hf.sizes_only:
-            raise hf.error(field, f"must be {only!r}", "another form of it is not supported")
+    hf.require(_ONLY)
     if any(kind != 1 for kind in hf.counts("attn_type_list")) and not hf.sizes_only:
         raise hf.error(
             "attn_type_list", "must be 1 throughout", "linear attention is not supported"
@@ -36,11 +33,8 @@ def read_config(hf: HfConfig) -> DecoderConfig:
         part = hf.count("rotary_dim") / hf.count("head_dim", 128)
         hf = hf.changed(partial_rotary_factor=part)
     config = read_decoder(hf, DEFAULTS, qk_norm="all", head_dim_default=128)
-    total = hf.count("num_local_experts", hf.count("num_experts", 256))
-    chosen = hf.count("num_experts_per_tok", 8)
-    if chosen > total:
-        raise hf.error("num_experts_per_tok", f"must be at most {total}", "correct it")
+    total, chosen = count_experts(hf, 256), hf.count("num_experts_per_tok", 8)
     experts = ExpertConfig(
         total, chosen, config.ffn, normalised=True, scores="sigmoid", correction=True
     )
-    return replace(config, layers=tuple(replace(x, experts=experts) for x in config.layers))
+    return with_experts(hf, config, experts)

@@ -8,6 +8,7 @@ from jdisagg.ops.activations import ClampedGate
 from models.decoder_config import BlockIndexConfig, DecoderConfig, ExpertConfig
 from models.hf_config import FamilyDefaults, HfConfig
 from models.hf_decoder import read_decoder
+from models.hf_experts import count_experts, with_experts
 
 DEFAULTS = FamilyDefaults(kv_heads=4, context_tokens=524288, rope_theta=5e6, partial_rotary=1.0)
 FULL, SPARSE = "full_attention", "minimax_m3_sparse"
@@ -37,9 +38,7 @@ _OF_LAYERS = ("sparse_attention_freq", "sparse_disable_index_value")
 
 
 def read_config(hf: HfConfig) -> DecoderConfig:
-    for field, only in _ONLY.items():
-        if hf.raw(field) not in (None, only) and not hf.sizes_only:
-            raise hf.error(field, f"must be {only!r}", "another form of it is not supported")
+    hf.require(_ONLY)
     if hf.raw("hidden_act") == "swigluoai":
         hf = hf.changed(hidden_act=None)  # the clamped gate, which has fields of its own
     sparse = _sparse_fields(hf)
@@ -58,11 +57,10 @@ def read_config(hf: HfConfig) -> DecoderConfig:
     fed = named or tuple("sparse" if each else "dense" for each in moe or (1,) * count)
     if len(fed) != count or any(kind not in ("sparse", "dense") for kind in fed):
         raise hf.error("mlp_layer_types", f"must list dense or sparse for {count}", "correct it")
+    config = with_experts(hf, config, experts, [kind == "sparse" for kind in fed])
     layers = tuple(
-        replace(
-            layer, experts=experts if kind == "sparse" else None, index=index if selects else None
-        )
-        for layer, kind, selects in zip(config.layers, fed, blocks, strict=True)
+        replace(layer, index=index if selects else None)
+        for layer, selects in zip(config.layers, blocks, strict=True)
     )
     return replace(
         config,
@@ -75,13 +73,9 @@ def read_config(hf: HfConfig) -> DecoderConfig:
 
 
 def _experts(hf: HfConfig, gate: ClampedGate) -> ExpertConfig:
-    total = hf.count("num_local_experts", hf.count("num_experts", 128))
-    chosen = hf.count("num_experts_per_tok", 4)
-    if chosen > total:
-        raise hf.error("num_experts_per_tok", f"must be at most {total}", "correct it")
     return ExpertConfig(
-        total,
-        chosen,
+        count_experts(hf, 128),
+        hf.count("num_experts_per_tok", 4),
         hf.count("intermediate_size", 3072),
         normalised=True,
         shared_ffn=hf.count("shared_intermediate_size", 3072),

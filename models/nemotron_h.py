@@ -35,6 +35,7 @@ _OF_KINDS = (
 
 def read_config(hf: HfConfig) -> DecoderConfig:
     hf.pass_over(*_PASSED_OVER, *_OF_KINDS)
+    hf = hf.renamed({"layer_types": "layers_block_type", "num_local_experts": "n_routed_experts"})
     for field, only in (("mlp_hidden_act", "relu2"), ("mamba_hidden_act", "silu")):
         if hf.raw(field) not in (None, only) and not hf.sizes_only:
             raise hf.error(field, f"must be {only!r}", "other activations are not supported")

@@ -3,9 +3,10 @@ over all heads of k. OLMo 2 has norms after attention and feed-forward. OLMoE ha
 
 from dataclasses import replace
 
-from models.decoder_config import DecoderConfig, ExpertConfig, LayerConfig
+from models.decoder_config import DecoderConfig, ExpertConfig
 from models.hf_config import FamilyDefaults, HfConfig
 from models.hf_decoder import read_decoder, refuse_windows
+from models.hf_experts import count_experts, with_experts
 
 DEFAULTS = FamilyDefaults(kv_heads=None, context_tokens=2048, norm_epsilon=1e-5)
 
@@ -22,8 +23,6 @@ def read_moe_config(hf: HfConfig) -> DecoderConfig:
     bias = hf.flag("attention_bias", False)
     defaults = replace(DEFAULTS, context_tokens=4096)
     config = read_decoder(hf, defaults, qkv_bias=bias, output_bias=bias, qk_norm="all")
-    total, chosen = hf.count("num_experts", 64), hf.count("num_experts_per_tok", 8)
-    if chosen > total:
-        raise hf.error("num_experts_per_tok", f"must be at most num_experts={total}", "correct it")
+    total, chosen = count_experts(hf, 64), hf.count("num_experts_per_tok", 8)
     experts = ExpertConfig(total, chosen, config.ffn, hf.flag("norm_topk_prob", False))
-    return replace(config, layers=(LayerConfig(experts=experts),) * len(config.layers))
+    return with_experts(hf, config, experts)

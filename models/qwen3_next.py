@@ -8,7 +8,8 @@ from dataclasses import replace
 from models.decoder_config import DecoderConfig, DeltaConfig, ExpertConfig, LayerConfig
 from models.hf_config import FamilyDefaults, HfConfig
 from models.hf_decoder import read_decoder
-from models.qwen3_moe import sparse_layers
+from models.hf_experts import count_experts
+from models.qwen3_moe import with_sparse_layers
 
 NEXT = FamilyDefaults(kv_heads=2, context_tokens=32768, partial_rotary=0.25)
 DENSE = replace(NEXT, kv_heads=4)
@@ -18,7 +19,7 @@ KINDS = ("linear_attention", "full_attention")
 def read_config(hf: HfConfig) -> DecoderConfig:
     config = _read(hf, NEXT)
     experts = _experts(hf, 512, 10, hf.flag("norm_topk_prob", True))
-    return replace(config, layers=sparse_layers(hf, config.layers, experts))
+    return with_sparse_layers(hf, config, experts)
 
 
 def read_dense_config(hf: HfConfig) -> DecoderConfig:
@@ -28,7 +29,7 @@ def read_dense_config(hf: HfConfig) -> DecoderConfig:
 def read_moe_config(hf: HfConfig) -> DecoderConfig:
     config = _read(hf, NEXT, ffn_default=1)  # no layer is dense
     experts = _experts(hf, 256, 8, True)
-    return replace(config, layers=sparse_layers(hf, config.layers, experts))
+    return with_sparse_layers(hf, config, experts)
 
 
 def _read(hf: HfConfig, defaults: FamilyDefaults, ffn_default: int | None = None) -> DecoderConfig:
@@ -39,6 +40,9 @@ def _read(hf: HfConfig, defaults: FamilyDefaults, ffn_default: int | None = None
     # These fields have no effect: states are always float32, and layers for multi-token prediction
     # are not read.
     hf.pass_over("mamba_ssm_dtype", "mtp_num_hidden_layers", "mtp_use_dedicated_embeddings")
+    if hf.raw("output_gate_type") not in (None, "silu", "swish") and not hf.sizes_only:
+        # Qwen3.8 states the gate of the delta net's norm.
+        raise hf.error("output_gate_type", "must be 'silu' or 'swish'", "use another checkpoint")
     config = read_decoder(
         hf, defaults, qk_norm="head", head_dim_default=256, ffn_default=ffn_default
     )
@@ -80,7 +84,7 @@ def _kinds(hf: HfConfig, layers: int) -> tuple[str, ...]:
 
 
 def _experts(hf: HfConfig, experts: int, chosen: int, normalised: bool) -> ExpertConfig | None:
-    total = hf.count("num_experts", experts, least=0)
+    total = count_experts(hf, experts, least=0)
     if not total:
         return None
     return ExpertConfig(

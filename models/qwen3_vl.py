@@ -1,13 +1,12 @@
 """Reads the configuration of Qwen3-VL's text model, which is Qwen3 or Qwen3-MoE. For text,
 three-dimensional rotary positions equal ordinary ones."""
 
-from dataclasses import replace
-
 from models import qwen3
 from models.decoder_config import DecoderConfig, ExpertConfig
 from models.hf_config import FamilyDefaults, HfConfig
 from models.hf_decoder import read_decoder
-from models.qwen3_moe import sparse_layers
+from models.hf_experts import count_experts
+from models.qwen3_moe import with_sparse_layers
 
 DEFAULTS = FamilyDefaults(kv_heads=32, context_tokens=128000, rope_theta=500000.0)
 MOE_DEFAULTS = FamilyDefaults(kv_heads=16, context_tokens=128000, rope_theta=500000.0)
@@ -25,9 +24,9 @@ def read_moe_config(hf: HfConfig) -> DecoderConfig:
     )
     hf.pass_over("norm_topk_prob")
     experts = ExpertConfig(
-        hf.count("num_experts", hf.count("num_local_experts", 60)),
+        count_experts(hf, 60),
         hf.count("num_experts_per_tok", 4),
         hf.count("moe_intermediate_size", 1408),
         normalised=True,
     )
-    return replace(config, layers=sparse_layers(hf, config.layers, experts))
+    return with_sparse_layers(hf, config, experts)

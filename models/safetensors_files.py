@@ -39,10 +39,10 @@ _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 _SHARD = re.compile(r"model-\d+-of-\d+\.safetensors")
 _LISTED = 8
 # Prefixes of tensor names in transformers 5, and in earlier versions.
-_TEXT = (("model.language_model.", "model."), ("language_model.", ""))
+_TEXT = (("model.language_model.", "model."), ("language_model.", ""), ("thinker.", ""))
 _EYES = re.compile(
-    r"^(model\.)?(visual|vision_tower|multi_modal_projector|mm_projector|embed_vision"
-    r"|audio_tower|embed_audio|vision_model|patch_merge_mlp|vit_large_projector)\."
+    r"^(talker|code2wav)\.|^(thinker\.)?(model\.)?(visual|vision_tower|multi_modal_projector|mm_projector|embed_vision"
+    r"|vision_embedder|audio_tower|embed_audio|vision_model|patch_merge_mlp|vit_large_projector)\."
 )
 _LARGEST_HEADER_BYTES = 100_000_000
 # Exceptions that a malformed JSON header or index can raise.

@@ -10,6 +10,7 @@ from jdisagg.ops.rope_frequencies import Rope
 from models.decoder_config import AttentionConfig, DecoderConfig, ExpertConfig, LayerConfig
 from models.hf_config import FamilyDefaults, HfConfig
 from models.hf_decoder import LAYER_TYPES, read_decoder
+from models.hf_experts import count_experts
 from models.hf_rope import rope_of
 
 DEFAULTS = FamilyDefaults(kv_heads=8, context_tokens=128000, norm_epsilon=1e-5, partial_rotary=1.0)
@@ -17,8 +18,6 @@ FULL, WINDOWED = LAYER_TYPES
 # Field names in released checkpoints, and in transformers.
 _NAMES = {
     "num_attention_groups": "num_key_value_heads",
-    "moe_num_experts": "n_routed_experts",
-    "num_local_experts": "n_routed_experts",
     "moe_top_k": "num_experts_per_tok",
     "share_expert_dims": "share_expert_dim",
     "num_mtp_layers": "num_nextn_predict_layers",
@@ -38,13 +37,10 @@ _ONLY: dict[str, object] = {
 
 
 def read_config(hf: HfConfig) -> DecoderConfig:
-    for field, only in _ONLY.items():
-        if hf.raw(field) not in (None, only) and not hf.sizes_only:
-            raise hf.error(field, f"must be {only!r}", "another form of it is not supported")
-    hf.pass_over(*_NAMES, "use_moe", "need_fp32_gate", "max_seq_len", "yarn_only_types")
+    hf.require(_ONLY)
+    hf.pass_over("use_moe", "need_fp32_gate", "max_seq_len", "yarn_only_types")
     hf.pass_over("moe_every_n_layer", "moe_layer_offset", "mtp_layer_types", "mtp_mlp_layer_types")
-    named = {ours: hf.raw(own) for own, ours in _NAMES.items() if hf.has(own) and not hf.has(ours)}
-    hf = hf.changed(**named)
+    hf = hf.renamed(_NAMES)
     bias = hf.flag("attention_bias", False)
     plain = hf.changed(rope_parameters=None, rope_scaling=None, rope_theta=None)
     config = read_decoder(
@@ -80,12 +76,9 @@ def read_config(hf: HfConfig) -> DecoderConfig:
 
 
 def _experts(hf: HfConfig) -> ExpertConfig:
-    total, chosen = hf.count("n_routed_experts", 288), hf.count("num_experts_per_tok", 8)
-    if chosen > total:
-        raise hf.error("num_experts_per_tok", f"must be at most {total}", "correct it")
     return ExpertConfig(
-        total,
-        chosen,
+        count_experts(hf, 288),
+        hf.count("num_experts_per_tok", 8),
         hf.count("moe_intermediate_size", 1280),
         normalised=True,
         shared_ffn=hf.count("share_expert_dim", 1280),

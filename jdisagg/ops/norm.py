@@ -38,11 +38,11 @@ def layer_norm(
     x: jax.Array, weight_D: jax.Array, bias_D: jax.Array | None, epsilon: float
 ) -> jax.Array:
     """Normalises the last axis of x [..., D] to zero mean and unit variance, and applies weight and
-    bias. Computed in float32 and rounded once."""
+    bias, which may have more of x's last axes. Computed in float32 and rounded once."""
     wide = x.astype(jnp.float32)
     wide = wide - jnp.mean(wide, axis=-1, keepdims=True)
     variance = jnp.mean(jnp.square(wide), axis=-1, keepdims=True)
-    of_x = (1,) * (x.ndim - 1) + weight_D.shape
+    of_x = (1,) * (x.ndim - weight_D.ndim) + weight_D.shape
     y = wide * lax.rsqrt(variance + epsilon) * weight_D.astype(jnp.float32).reshape(of_x)
     if bias_D is not None:
         y += bias_D.astype(jnp.float32).reshape(of_x)

@@ -15,7 +15,6 @@ from jax import lax
 from jdisagg.ops.moe import Routing
 
 _GROUP_BEST = {"softmax": 1, "sigmoid": 2}
-_NOT_ZERO = 1e-20
 
 
 def route_by_scores(
@@ -28,9 +27,10 @@ def route_by_scores(
     groups_per_token: int = 1,
     normalised: bool,
     scaling: float = 1.0,
+    not_zero: float = 1e-20,
 ) -> Routing:
     """Returns the experts of each token and their weights, in float32. Ties go to the smaller
-    number."""
+    number. `not_zero` is added to the sum by which weights are divided."""
     wide_TE = logits_TE.astype(jnp.float32)
     scores_TE = jax.nn.sigmoid(wide_TE) if scores == "sigmoid" else jax.nn.softmax(wide_TE, axis=-1)
     choice_TE = scores_TE
@@ -41,7 +41,7 @@ def route_by_scores(
     _, experts_TJ = lax.top_k(choice_TE, experts_per_token)
     weights_TJ = jnp.take_along_axis(scores_TE, experts_TJ, axis=1)
     if normalised:
-        weights_TJ = weights_TJ / (jnp.sum(weights_TJ, axis=-1, keepdims=True) + _NOT_ZERO)
+        weights_TJ = weights_TJ / (jnp.sum(weights_TJ, axis=-1, keepdims=True) + not_zero)
     return Routing(experts_TJ, weights_TJ * scaling)
 
 

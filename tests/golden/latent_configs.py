@@ -73,3 +73,12 @@ def mistral4(draw: Draw) -> Fields:
     part = turned / (turned + still)  # type: ignore[operator]
     growth = {"llama_4_scaling_beta": draw.one_of(0.1, 0.3), "partial_rotary_factor": part}
     return fields | {"rope_parameters": draw.rope("yarn") | growth}
+
+
+def youtu(draw: Draw) -> Fields:
+    fields = draw.base()
+    fields.pop("head_dim", None)
+    names = ("kv_lora_rank", "q_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")
+    latent = _latent(draw)
+    fields |= {name: latent[name] for name in (*names, "attention_bias", "rope_parameters")}
+    return fields | {"num_key_value_heads": draw.heads, "rope_interleave": draw.flag(0.7)}

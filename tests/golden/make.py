@@ -2,7 +2,7 @@
 of Hugging Face transformers.
 
 Run in an environment of its own, never at test time (BUILD.md): `pip install torch==2.13.0
-transformers==5.23.0`, then `python -m tests.golden.make`. Each folder gets config.json, the
+transformers==5.24.0`, then `python -m tests.golden.make`. Each folder gets config.json, the
 weights, and expected.npz (prompt ids, logits of each prompt position, 64 greedy tokens with the
 cache). Computed in float32 from weights rounded to the stored dtype. Weights are large enough that
 greedy margins are far above float noise: a seed whose smallest margin is under 0.01, or that
@@ -136,7 +136,7 @@ def random_model(variant: Variant, seed: int, gain: float = 1.6) -> torch.nn.Mod
         )
         model = made(config).eval()
     mend(model)
-    stored = ("correction_bias", "layer_scalar")
+    stored = ("correction_bias", "expert_bias", "layer_scalar")
     buffers = [each for each in model.named_buffers() if each[0].endswith(stored)]
     added_to_one = variant.family.startswith(("gemma", "minimax_m3", "step3p"))
     added_to_one &= not variant.family.startswith("gemma4")

@@ -7,6 +7,7 @@ nothing of our own readers."""
 
 from collections.abc import Callable
 
+from tests.golden import expert_configs
 from tests.golden.draw import CONTEXT, FULL, LINEAR, WINDOWED, Draw, Fields
 from tests.golden.head_configs import mimo_v2_flash, step3p7
 from tests.golden.latent_configs import (
@@ -17,12 +18,26 @@ from tests.golden.latent_configs import (
     kimi_k25,
     kimi_linear,
     mistral4,
+    youtu,
 )
-
-
-def llama(draw: Draw) -> Fields:
-    biases = {"attention_bias": draw.flag(), "mlp_bias": draw.flag()}
-    return draw.base() | biases | {"rope_parameters": draw.rope()}
+from tests.golden.llama_configs import (
+    arcee,
+    cohere,
+    cohere2,
+    cwm,
+    exaone4,
+    exaone4_5,
+    gemma4_text,
+    gemma4_unified_text,
+    granite,
+    granite_swa,
+    granitemoe,
+    granitemoe_swa,
+    granitemoehybrid,
+    granitemoeshared,
+    internlm3,
+    llama,
+)
 
 
 def llama4(draw: Draw) -> Fields:
@@ -175,74 +190,6 @@ def gemma3_text(draw: Draw) -> Fields:
     return _gemma(draw) | {"rope_parameters": ropes}
 
 
-def gemma4_text(draw: Draw) -> Fields:
-    own = draw.random.choice([heads for heads in (1, 2, 3, 4) if draw.heads % heads == 0])
-    size = draw.random.choice((16, 24, 40))
-    part = draw.random.choice((0.25, 0.5, 1.0))
-    ropes = {
-        FULL: {"rope_type": "proportional", "rope_theta": 1e5, "partial_rotary_factor": part},
-        WINDOWED: draw.rope("default"),
-    }
-    fields = draw.base() | {
-        "head_dim": draw.head_dim,
-        "global_head_dim": size,
-        "num_global_key_value_heads": own,
-        "attention_k_eq_v": draw.flag(),
-        "hidden_size_per_layer_input": 0,
-        "num_kv_shared_layers": 0,
-        "sliding_window": draw.window(),
-        "layer_types": draw.kinds(FULL, WINDOWED, last=FULL),
-        "final_logit_softcapping": draw.one_of(None, 12.0),
-        "rope_parameters": ropes,
-        "use_bidirectional_attention": None,
-    }
-    if draw.flag():
-        experts = draw.experts()
-        experts["top_k_experts"] = experts.pop("num_experts_per_tok")
-        fields |= experts | {"enable_moe_block": True}
-    return fields
-
-
-def granite(draw: Draw) -> Fields:
-    return llama(draw) | {
-        "attention_multiplier": draw.one_of(0.1, 0.3),
-        "embedding_multiplier": draw.one_of(1.0, 3.0),
-        "residual_multiplier": draw.one_of(0.7, 1.3),
-        "logits_scaling": draw.one_of(0.5, 2.0),
-    }
-
-
-def granitemoehybrid(draw: Draw) -> Fields:
-    fields = granite(draw) | draw.experts("num_local_experts")
-    fields.pop("mlp_bias")
-    ffn = fields.pop("moe_intermediate_size")
-    heads = draw.random.choice((4, 8) if draw.even else (2, 3, 6))
-    size = draw.random.choice((6, 8, 16))
-    # twice the width is what heads of Mamba add up to
-    expand = 2
-    fields["hidden_size"] = heads * size // expand
-    if heads * size % expand or "head_dim" not in fields:
-        fields["hidden_size"] = draw.heads * draw.head_dim
-        heads, size = draw.heads, draw.head_dim * expand
-    fields["intermediate_size"] = ffn
-    if draw.flag(0.4):
-        fields |= {"num_local_experts": 0, "num_experts_per_tok": 0}
-    return fields | {
-        "layer_types": draw.kinds(LINEAR, FULL),
-        "shared_intermediate_size": draw.ffn(),
-        "position_embedding_type": draw.one_of("rope", None, "nope"),
-        "mamba_n_heads": heads,
-        "mamba_d_head": size,
-        "mamba_d_state": draw.one_of(8, 12, 20),
-        "mamba_expand": expand,
-        "mamba_n_groups": draw.random.choice([g for g in (1, 2, 3, 4) if heads % g == 0]),
-        "mamba_d_conv": draw.one_of(2, 3, 4),
-        "mamba_chunk_size": draw.one_of(8, 32, 256),
-        "mamba_conv_bias": draw.flag(),
-        "mamba_proj_bias": draw.flag(),
-    }
-
-
 def phi3(draw: Draw) -> Fields:
     fields = draw.base(own_head_dim=False)
     fields.pop("head_dim", None)
@@ -341,10 +288,6 @@ def apertus(draw: Draw) -> Fields:
     return fields | {"rope_parameters": draw.rope("default", "llama3", "yarn")}
 
 
-def arcee(draw: Draw) -> Fields:
-    return llama(draw) | {"rope_parameters": draw.rope("default", "yarn", "linear")}
-
-
 def ernie4_5(draw: Draw) -> Fields:
     fields = draw.base() | {"head_dim": draw.head_dim, "use_bias": draw.flag()}
     return fields | {"rope_parameters": draw.rope("default", "yarn")}
@@ -358,24 +301,6 @@ def hunyuan_v1_dense(draw: Draw) -> Fields:
     return draw.base() | biases | {"head_dim": draw.head_dim, "rope_parameters": rope}
 
 
-def cohere(draw: Draw) -> Fields:
-    fields = draw.base(own_head_dim=False) | {"rope_parameters": draw.rope("default", "yarn")}
-    fields.pop("head_dim", None)
-    fields["layer_norm_eps"] = fields.pop("rms_norm_eps")
-    return fields | {"logit_scale": draw.one_of(0.25, 1.0, 3.0), "attention_bias": draw.flag()}
-
-
-def cohere2(draw: Draw) -> Fields:
-    windows = {"sliding_window": draw.window(), "layer_types": draw.kinds(FULL, WINDOWED)}
-    return cohere(draw) | windows
-
-
-def exaone4(draw: Draw) -> Fields:
-    fields = draw.base(own_head_dim=False) | {"rope_parameters": draw.rope("default", "llama3")}
-    windows = {"sliding_window": draw.window(), "sliding_window_pattern": draw.one_of(2, 4)}
-    return fields | (windows if draw.flag(0.7) else {"sliding_window": None})
-
-
 def gemma(draw: Draw) -> Fields:
     return draw.base() | {"head_dim": draw.head_dim, "rope_parameters": draw.rope("default")}
 
@@ -385,13 +310,6 @@ def olmoe(draw: Draw) -> Fields:
     fields.pop("head_dim", None)
     fields["intermediate_size"] = fields.pop("moe_intermediate_size")
     return fields | {"norm_topk_prob": draw.flag(), "rope_parameters": draw.rope("default")}
-
-
-def granitemoe(draw: Draw) -> Fields:
-    fields = granite(draw) | draw.experts("num_local_experts")
-    fields.pop("mlp_bias")
-    fields["intermediate_size"] = fields.pop("moe_intermediate_size")
-    return fields | {"rope_parameters": draw.rope("default", "yarn")}
 
 
 def dots1(draw: Draw) -> Fields:
@@ -531,6 +449,7 @@ CONFIGS: dict[str, Callable[[Draw], Fields]] = {
     "qwen2_moe": qwen2_moe,
     "qwen3": qwen3,
     "qwen3_moe": qwen3_moe,
+    "qwen3_omni_moe_thinker": qwen3_vl_moe,
     "qwen3_vl": qwen3_vl,
     "qwen3_vl_moe": qwen3_vl_moe,
     "qwen3_next": qwen3_next,
@@ -584,6 +503,28 @@ CONFIGS: dict[str, Callable[[Draw], Fields]] = {
     "step3p7": step3p7,
     "minimax_m3_vl": minimax_m3,
     "minimax_m3_vl_text": minimax_m3,
+    "afmoe": expert_configs.afmoe,
+    "cohere2_moe": expert_configs.cohere2_moe,
+    "ernie4_5_moe": expert_configs.ernie4_5_moe,
+    "exaone_moe": expert_configs.exaone_moe,
+    "glm4v_moe": expert_configs.glm4v_moe,
+    "hunyuan_v1_moe": expert_configs.hunyuan_v1_moe,
+    "laguna": expert_configs.laguna,
+    "lfm2_moe": expert_configs.lfm2_moe,
+    "mellum": expert_configs.mellum,
+    "sarvam_moe": expert_configs.sarvam_moe,
+    "solar_open": expert_configs.solar_open,
+    "exaone4_5": exaone4_5,
+    "glm46v": glm4v,
+    "gemma4_unified_text": gemma4_unified_text,
+    "internlm3": internlm3,
+    "iquestcoder": llama,
+    "cwm": cwm,
+    "granitemoeshared": granitemoeshared,
+    "granite_swa": granite_swa,
+    "granitemoe_swa": granitemoe_swa,
+    "sarvam_mla": deepseek_v3,
+    "youtu": youtu,
 }
 
 

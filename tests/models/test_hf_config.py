@@ -20,6 +20,7 @@ PARTLY_ROTATED = {
     *("phi3", "glm", "glm4", "glm4v_text", "glm4_moe", "mimo_v2_flash"),
     *("minimax", "minimax_m1", "minimax_m2", "minimax_m3_vl_text", "minimax_text_01"),
     *("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"),
+    *("glm4v_moe_text", "solar_open", "sarvam_moe"),
     "mistral4",  # half of a head, where nothing is said
 }
 ROPE_BY_LAYER = {"olmo3", "gemma3_text", "gemma4_text", "mimo_v2_flash", "step3p5"}
@@ -38,6 +39,7 @@ BESIDE: dict[str, dict[str, object]] = {
         "hidden_size_per_layer_input": 0,
         "layer_types": ["sliding_attention", "full_attention"] * 2,
     },
+    "gemma4_unified_text": {"layer_types": ["sliding_attention", "full_attention"] * 2},
 }
 # An option that others refuse.
 READ = {
@@ -52,6 +54,7 @@ LEFT_OUT = {
     ("gemma3_text", "num_attention_heads"),
     ("llama4_text", "intermediate_size"),
     ("qwen3_5_moe_text", "intermediate_size"),  # all of its layers have experts
+    ("solar_open", "intermediate_size"),
     ("nemotron_h", "num_hidden_layers"),  # as many as its pattern
 }
 

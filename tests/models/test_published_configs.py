@@ -24,10 +24,14 @@ SIZES: dict[str, tuple[float, float, int]] = {
     "DeepSeek-V3.2": (671.9, 38.4, 61 * (512 + 64 + 128) * 2),
     "GLM-4.6": (352.8, 33.6, 2 * 92 * 8 * 128 * 2),
     "GLM-5": (743.9, 41.8, 78 * (512 + 64 + 128) * 2),
+    "Hunyuan-7B-Instruct": (7.5, 7.5, 2 * 32 * 8 * 128 * 2),
     "Hy3": (295.0, 20.7, 2 * 80 * 8 * 128 * 2),
+    "K-EXAONE-236B-A23B": (236.6, 23.7, 2 * 48 * 8 * 128 * 2),
     "Kimi-K2.5": (1026.4, 32.9, 61 * (512 + 64) * 2),
     "Kimi-Linear-48B-A3B-Instruct": (49.1, 3.5, 7 * (512 + 64) * 2),
     "LFM2-1.2B": (1.2, 1.2, 6 * 2 * 8 * 64 * 2),
+    "LFM2-8B-A1B": (8.3, 1.6, 6 * 2 * 8 * 64 * 2),
+    "Laguna-S-2.1": (117.6, 8.4, 2 * 48 * 8 * 128 * 2),
     "Llama-4-Scout-17B-16E-Instruct": (107.8, 17.2, 48 * 2 * 8 * 128 * 2),
     "MiMo-V2-Flash": (308.8, 15.4, (9 * 4 + 39 * 8) * (192 + 128) * 2),
     "MiniMax-M3": (426.2, 26.0, 60 * 2 * 4 * 128 * 2 + 57 * 128 * 2),
@@ -35,10 +39,13 @@ SIZES: dict[str, tuple[float, float, int]] = {
     "Mistral-Small-4-119B-2603": (119.0, 6.6, 36 * (256 + 64) * 2),
     "NVIDIA-Nemotron-3-Nano-30B-A3B": (31.6, 3.6, 6 * 2 * 2 * 128 * 2),
     "NVIDIA-Nemotron-Nano-9B-v2": (8.9, 8.9, 4 * 2 * 8 * 128 * 2),
+    "North-Mini-Code": (30.5, 3.3, 2 * 49 * 4 * 128 * 2),
     "Phi-3-mini-128k-instruct": (3.8, 3.8, 2 * 32 * 32 * 96 * 2),
     "Qwen3.6-35B-A3B": (34.7, 3.5, 2 * 10 * 2 * 256 * 2),
     "Qwen3-235B-A22B": (235.1, 22.2, 94 * 2 * 4 * 128 * 2),
+    "Solar-Open-100B": (102.7, 12.1, 2 * 48 * 8 * 128 * 2),
     "Step-3.5-Flash": (197.0, 12.0, 45 * 2 * 8 * 128 * 2),
+    "Trinity-Nano-Preview": (6.1, 1.0, 2 * 56 * 2 * 128 * 2),
     "c4ai-command-r7b-12-2024": (8.0, 8.0, 32 * 2 * 8 * 128 * 2),
     GEMMA_4: (25.2, 3.8, (25 * 8 * 256 + 5 * 2 * 512) * 2 * 2),
     GEMMA_4_DENSE: (30.7, 30.7, (50 * 16 * 256 + 10 * 4 * 512) * 2 * 2),
@@ -158,6 +165,18 @@ def test_windows_and_contexts_are_as_transformers_reads_them() -> None:
     assert rotated == ([64, 128, 128, 128] * 12)[:45]
     assert sum(layer.experts is not None for layer in step.layers) == 42
     assert [bool(layer.gate) for layer in step.layers] == [False] * 44 + [True]
+    laguna = _read("Laguna-S-2.1")
+    heads = [(laguna.attention_of(layer).query_heads, layer.window) for layer in laguna.layers]
+    assert heads == [(48, None), *[(72, 512)] * 3] * 12
+    rotated = [layer.rope.head_dim for layer in laguna.layers if layer.rope]
+    assert rotated == [64, 128, 128, 128] * 12
+    north = _read("North-Mini-Code")
+    assert [layer.rotated for layer in north.layers] == [True, *[True, True, True, False] * 12]
+    assert (north.ffn, north.experts and north.experts.ffn, north.norms_centred) == (
+        3072,
+        768,
+        False,
+    )
     # attention in chunks equals full attention up to one chunk
     assert _read("Llama-4-Scout-17B-16E-Instruct").context_tokens == 8192
 
