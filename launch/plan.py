@@ -9,14 +9,13 @@ Disaggregation is compared with the strongest alternative: chunked prefill that 
 decode step as one program, with the best layout and chunk size. --nofused estimates chunks and
 decode steps that alternate, as for models with recurrent state.
 
-The cost model first ranks all combinations of layouts, worker counts and chunk sizes, by closed
-formulas and then by a simplified simulation ("stepping"). Stderr shows the best of them. The best
-combinations are then simulated with live code, which takes a minute or two. If that needs too many
-requests (--most_requests), nothing is simulated. Stdout gets the table, best first, and a text that
-compares the modes. --output writes a recipe for `jdisagg serve`, `cluster` and `router`. --engine
-plans for vLLM, SGLang or TensorRT-LLM, for which no recipe is written. Exit status 1: the model
-does not fit or cannot meet the objective, and the message gives the reason. docs/planner.md
-explains the table. Loads neither weights nor JAX."""
+A simplified simulation ("stepping" the cost model) first ranks all combinations of layouts, worker
+counts and chunk sizes. Stderr shows the best of them, which are then simulated with live code in a
+minute or two. If that needs too many requests (--most_requests), nothing is simulated. Stdout gets
+the table, best first, and a text that compares the modes. --output writes a recipe for `jdisagg
+serve`, `cluster` and `router`. --engine plans for vLLM, SGLang or TensorRT-LLM, for which no recipe
+is written. Exit status 1: the model does not fit or cannot meet the objective, and the message
+gives the reason. docs/planner.md explains the table. Loads neither weights nor JAX."""
 
 import json
 import sys

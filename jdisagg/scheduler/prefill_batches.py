@@ -10,6 +10,7 @@ priority, not counting those in `held`."""
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import msgspec
 
@@ -110,10 +111,7 @@ class PrefillBatches:
         return tuple(size for size in sizes if size >= (self._cut_tokens or 0))
 
     def gathers(self) -> bool:
-        """Returns whether the next chunk should wait for more prompts: some dp rank has no prompt,
-        and no prompt is in the middle of its chunked prefill."""
-        begun = any(job.begun for queue in self._queues for job in queue)
-        return not all(self._queues) and not begun
+        return gathers(self._queues)
 
     def add(self, job: PrefillJob) -> None:
         """Queues a job in order of arrival. The job is never queued before a partly issued job of
@@ -284,6 +282,19 @@ class PrefillBatches:
         return [
             OfferSpec(self._new_id(), band.start, offset, block_tokens, len(band)) for band in bands
         ]
+
+
+class Begun(Protocol):
+    @property
+    def begun(self) -> bool:
+        """Whether some of the prompt's tokens are in issued chunks."""
+        ...
+
+
+def gathers(queues: Sequence[Collection[Begun]]) -> bool:
+    """Returns whether the next chunk should wait for more prompts: some dp rank has no prompt, and
+    no prompt is in the middle of its chunked prefill. `queues`: the prompts of each dp rank."""
+    return not all(queues) and not any(job.begun for queue in queues for job in queue)
 
 
 def _precedes(job: PrefillJob, other: PrefillJob) -> bool:

@@ -41,6 +41,8 @@ class Site:
       devices_per_node: Number of accelerators of a host. By default a domain of up to 8 is one
         host, and a larger domain consists of hosts of 4.
       scale_out: Link of each device to devices with which it shares no scale-up link.
+      between: Link of each device between prefill and decode instances; None selects the scale-up
+        link where instances share one, and else `scale_out`.
     """
 
     accelerator: Accelerator
@@ -49,6 +51,7 @@ class Site:
     domain_devices: int | None = None
     scale_out: Link | None = None
     software: Software = DEFAULT_SOFTWARE
+    between: Link | None = None
 
     def __post_init__(self) -> None:
         for name in ("accelerators", "devices_per_node", "domain_devices"):
@@ -145,14 +148,14 @@ def handoff_path(site: Site, candidate: Candidate) -> tuple[Link, int]:
     """Returns the link over which one prompt's KV is sent from prefill to decode, and the number of
     these links that are used in parallel.
 
-    The scale-up link is used if it connects at least `unit_devices` accelerators. Each device has
-    its own link. The dp rank with fewer devices, on the prefill or the decode side, therefore
-    limits the number of parallel links."""
+    Without `site.between`, it is the scale-up link if this connects `unit_devices` accelerators.
+    Each device has its own link. The dp rank with fewer devices, on the prefill or the decode side,
+    therefore limits the number of parallel links."""
     assert candidate.prefill is not None
     parallel = min(candidate.prefill.tp, candidate.decode.tp)
-    accelerator = site.described
     near = candidate.unit_devices() <= site.domain
-    return (accelerator.scale_up if near else accelerator.scale_out), parallel
+    path = site.described.scale_up if near else site.described.scale_out
+    return site.between or path, parallel
 
 
 @dataclass(frozen=True, slots=True)

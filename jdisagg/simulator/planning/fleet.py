@@ -86,7 +86,7 @@ class FleetMaker:
             prefill=prefill,
             mode=candidate.mode,
             dtype=self.dtype,
-            host_devices=self.site.domain,
+            link=self.site.between,
             overlap=LAYER_GROUPS,
             fused=self.fused and candidate.mode is Mode.CHUNKED,
             prefix=PrefixConfig(reuse=self.reuse),

@@ -1,8 +1,8 @@
 """Plans whether to disaggregate, and the number and layout of the instances of each role.
 
-The search has two levels. The first level ranks all candidates with the cost model: by upper bounds
-on their rates (`bounds`), and then by stepping (`ranking`, `stepped`). The second level simulates
-live code. A `Plan` ranks the candidates by their rate per accelerator of the site, idle
+The search has two levels. The first level ranks all candidates by stepping the cost model
+(`ranking`, `stepped`), without those whose ceilings are too low (`bounds`). The second level
+simulates live code. A `Plan` ranks the candidates by their rate per accelerator of the site, idle
 accelerators included, simulated candidates first.
 
 Goals that no candidate can attain are refused before any run (`never`)."""
@@ -17,7 +17,7 @@ from jdisagg.config import Mode
 from jdisagg.costs.cost_model import CostModel
 from jdisagg.costs.model_geometry import CostGeometry
 from jdisagg.errors import ConfigError
-from jdisagg.simulator.planning.bounds import SAMPLE, Bounds, Demand, Estimator, Goal, alone_seconds
+from jdisagg.simulator.planning.bounds import SAMPLE, Bounds, Ceilings, Demand, Goal, alone_seconds
 from jdisagg.simulator.planning.candidates import (
     WHOLE_CHUNK,
     Candidate,
@@ -43,7 +43,6 @@ from jdisagg.simulator.planning.verdict import (
     Finding,
     Trial,
     error_bars,
-    first_answer,
     headroom,
     no_rate,
     not_simulated,
@@ -143,17 +142,15 @@ class Planner:
     def plan(self, workload: Sequence[Arrival]) -> Plan:
         """Blocks until all simulations have ended. Raises NothingFits, with the reason, if no
         candidate fits or attains the goal at any rate."""
-        fitting, estimator = self._estimated(workload)
+        fitting, ceilings = self._ceilings(workload)
         cached = any(item.block_hashes for item in workload)
-        if reason := never(fitting, estimator.demand, self._goal, cached):
+        if reason := never(fitting, ceilings.demand, self._goal, cached):
             raise NothingFits(reason)
-        priced = self._priced(fitting, estimator)
-        self._told.answer(first_answer(priced, self._site))
-        stepper = self._measurer(workload, estimator.demand, self._runners.stepped)
-        told = self._told.progress
-        stepped = ranked_by_stepping(priced, stepper, estimator.rooms, self._spread, told)
+        priced = self._priced(fitting, ceilings)
+        stepper = self._measurer(workload, ceilings.demand, self._runners.stepped)
+        stepped = self._stepped(priced, stepper, ceilings)
         self._told.answer(stepped_answer(stepped))
-        measurer = self._measurer(workload, estimator.demand)
+        measurer = self._measurer(workload, ceilings.demand)
         found = _Found(self._site, self._told)
         kinds = _by_kind(stepped)
         needed = requests_needed(stepped[0]) if stepped else 0
@@ -173,13 +170,25 @@ class Planner:
         stay = best.report.latency.mean or 0.0
         source = measurer if simulated else stepper
         below = source.report(best.candidate, HEADROOM * best.rate, stay)
-        said = f"{verdict(findings, estimator, left_out)} {headroom(below)}"
+        said = f"{verdict(findings, ceilings, left_out, self._search.fused)} {headroom(below)}"
         if not simulated:
             said = f"{said} {not_simulated(needed)}"
         if bars := self._error_bars(stepper, stepped, best):
             said = f"{said} {bars}"
         findings += self._rows(stepped, found)
         return Plan(tuple(findings), len(priced), said, left_out)
+
+    def stepped(self, workload: Sequence[Arrival]) -> list[Finding]:
+        """Returns the candidates that come near the best of their mode by stepping, best first."""
+        fitting, ceilings = self._ceilings(workload)
+        stepper = self._measurer(workload, ceilings.demand, self._runners.stepped)
+        return self._stepped(self._priced(fitting, ceilings), stepper, ceilings)
+
+    def _stepped(
+        self, priced: Sequence[tuple[Candidate, Bounds]], stepper: Measurer, ceilings: Ceilings
+    ) -> list[Finding]:
+        told = self._told.progress
+        return ranked_by_stepping(priced, stepper, ceilings.rooms, self._spread, told)
 
     def _simulate(
         self, measurer: Measurer, kinds: Sequence[Sequence[Finding]], found: "_Found"
@@ -216,13 +225,13 @@ class Planner:
 
         Returns the number of candidates and, best first, the findings of the candidates whose rate
         exceeds (1 + TOLERANCE) x `rate`."""
-        fitting, estimator = self._estimated(workload)
+        fitting, ceilings = self._ceilings(workload)
         tasks = [
-            Task(candidate, limits, estimator.rooms[candidate.decode], rate)
-            for candidate, limits in self._priced(fitting, estimator)
+            Task(candidate, limits, ceilings.rooms[candidate.decode], rate)
+            for candidate, limits in self._priced(fitting, ceilings)
         ]
         found = _Found(self._site, self._told)
-        self._measure(self._measurer(workload, estimator.demand), tasks, found)
+        self._measure(self._measurer(workload, ceilings.demand), tasks, found)
         return found.ranked, len(tasks)
 
     def _measure(self, measurer: Measurer, tasks: Sequence[Task], found: "_Found") -> None:
@@ -230,21 +239,15 @@ class Planner:
             found.came(tasks[index], finding)
             self._told.progress(found.text, found.count, found.count + len(tasks) - done)
 
-    def _estimated(self, workload: Sequence[Arrival]) -> tuple[list[Fitting], Estimator]:
+    def _ceilings(self, workload: Sequence[Arrival]) -> tuple[list[Fitting], Ceilings]:
         demand, site, search = Demand.of(workload), self._site, self._search
         fitting = fitting_layouts(self._geometry, site, demand.longest_tokens, search.dtype)
-        return fitting, Estimator(site, demand, self._goal, fitting, search.codec, search.fused)
+        return fitting, Ceilings(site, demand, self._goal, fitting, search.codec)
 
-    def _priced(
-        self, fitting: list[Fitting], estimator: Estimator
-    ) -> list[tuple[Candidate, Bounds]]:
+    def _priced(self, fitting: list[Fitting], ceilings: Ceilings) -> list[tuple[Candidate, Bounds]]:
         listed = [*one_pool(fitting, self._site, self._search.modes)]
         listed += two_pools(fitting, self._site) if Mode.DISAGGREGATED in self._search.modes else ()
-        priced: list[tuple[Candidate, Bounds]] = []
-        for index, candidate in enumerate(listed):
-            if index % 50 == 0:
-                self._told.progress(f"{len(listed)} candidates by arithmetic", index, len(listed))
-            priced.append((candidate, estimator.bounds(candidate)))
+        priced = [(candidate, ceilings.bounds(candidate)) for candidate in listed]
         return sorted(priced, key=lambda item: -item[1].rate)
 
     def _left_out(
