@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from jdisagg.config import Mode
 from jdisagg.costs.cost_model import CostModel, wire_bytes_per_token
 from jdisagg.costs.exposed import exposed_seconds
 from jdisagg.costs.hardware import Link
@@ -22,6 +23,7 @@ from jdisagg.simulator.report import SloLimits
 from jdisagg.simulator.workloads import Arrival
 
 SAMPLE = 128  # number of requests whose times are estimated one by one
+HEADROOM = 1.1  # factor on KV pages for pages allocated ahead and prompts in transfer
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +113,9 @@ class Ceilings:
     """Computes ceilings on the request rates of candidates, for one site and workload.
 
     Attributes:
-        models, rooms: Cost model of each layout, and the number of KV tokens of its dp ranks.
+        models, decodes: Cost model of each layout, on the accelerators that prefill and on those
+            that decode.
+        rooms: Number of KV tokens of a dp rank of each layout that decodes.
     """
 
     def __init__(
@@ -121,32 +125,36 @@ class Ceilings:
         goal: Goal,
         fitting: Sequence[Fitting],
         codec: str = "none",
+        decoding: Sequence[Fitting] = (),
+        fused: bool = True,
     ) -> None:
         self.site, self.demand, self.goal, self.codec = site, demand, goal, codec
+        self.fused = fused
+        self.fitting, self.decoding = list(fitting), list(decoding)
         self.models = {item.layout: item.model for item in fitting}
-        self.rooms = {item.layout: item.kv_tokens for item in fitting}
+        self.decodes = {item.layout: item.model for item in decoding or fitting}
+        self.rooms = {item.layout: item.kv_tokens for item in decoding or fitting}
         self._times: dict[tuple[Layout, int], np.ndarray] = {}
         self._rates: dict[tuple[Layout, float], float] = {}
 
     def bounds(self, candidate: Candidate) -> Bounds:
         """Raises KeyError if a layout of the candidate does not fit the model or the memory."""
-        layout = candidate.decode
-        prefill = candidate.prefill or layout
-        prefill_ranks = (candidate.prefill_instances or candidate.decode_instances) * prefill.dp
+        layout, prefill = candidate.decode, candidate.prefill
         decode_ranks = candidate.decode_instances * layout.dp
-        room = self.rooms[layout] / self.demand.context_mean
+        if prefill is None:
+            limits = self._one_pool(candidate)
+            return Bounds(tuple((name, decode_ranks * rate) for name, rate in limits))
+        prefill_ranks = candidate.prefill_instances * prefill.dp
+        room = self._sequences(layout)
         memory = ("KV memory", decode_ranks * self._rate_of_batch(layout, room))
-        if candidate.prefill is None:
-            # A chunk may use arithmetic that a decode step leaves idle.
-            model, prompts = self.models[layout], self.demand.sample_prompts
-            least = each_once(prompts, lambda tokens: model.prefill([(tokens, 0)]).compute)
-            rate = decode_ranks * self._rate_within(layout, self.goal.tpot_seconds)
-            return Bounds((("compute", decode_ranks / float(least.mean())), memory, ("TPOT", rate)))
         link, parallel = handoff_path(self.site, candidate)
         wire = self._wire_bytes(prefill)
         lanes = parallel * min(prefill_ranks, decode_ranks)
         reached = link.bytes_per_second * link.efficiency * lanes
-        mean = float(self.prefill_seconds(prefill, candidate.chunk_tokens).mean())
+        times = self.prefill_seconds(prefill, candidate.chunk_tokens)
+        # All dp ranks wait for the longest prompt on any of them.
+        sharing = max(1.0, candidate.chunk_tokens / self.demand.prompt_mean)
+        mean = float(times.mean()) + (_longest(times, prefill.dp) - times.mean()) / sharing**0.5
         step_limit = self._step_limit(candidate, link, parallel)
         name = "TPOT" if step_limit > 0.9 * self.goal.tpot_seconds else f"hand-off over {link.name}"
         limits = (
@@ -156,6 +164,37 @@ class Ceilings:
             (name, decode_ranks * self._rate_within(layout, step_limit)),
         )
         return Bounds(limits, wire / reached)
+
+    def _one_pool(self, candidate: Candidate) -> tuple[tuple[str, float], ...]:
+        """Returns the rates of a dp rank with the most prompt tokens per step that a chunk, KV
+        memory and the limit on TPOT allow. A chunk holds one prompt, or the tokens that arrive in a
+        step if these are more. Chunks of the dp ranks come at times of their own, and each extends
+        the step of all ranks."""
+        layout, chunk, demand = candidate.decode, candidate.chunk_tokens, self.demand
+        model, prompt, steps = self.decodes[layout], demand.prompt_mean, demand.steps_mean
+        ranks = 1 if candidate.gather_steps else layout.dp
+        fused = self.fused and candidate.mode is Mode.CHUNKED
+
+        def step(tokens: float) -> float:
+            sequences, new = tokens * steps / prompt, round(min(chunk, max(prompt, tokens)))
+            alone = self._step(layout, sequences) if steps else 0.0
+            if fused:
+                context, pairs = sequences * demand.context_mean, model.pairs(new) * prompt / new
+                others = round((layout.dp - 1) * (tokens + sequences))
+                mixed = model.mixed_of(new, pairs, new, 1, round(sequences), context, others)
+                added = max(0.0, mixed.seconds - alone)
+            else:
+                added = model.prefill([(new, 0)]).seconds
+            return alone + added * (1 - (1 - min(1.0, tokens / new)) ** ranks)
+
+        room = self._sequences(layout) * prompt / steps if steps else math.inf
+        tpot = self.goal.tpot_seconds
+        limits = (
+            ("compute", chunk),
+            ("KV memory", min(chunk, room)),
+            ("TPOT", _largest(lambda tokens: not steps or step(tokens) <= tpot, chunk)),
+        )
+        return tuple((name, tokens / prompt / step(tokens)) for name, tokens in limits)
 
     def prefill_seconds(self, layout: Layout, chunk: int) -> np.ndarray:
         """Returns the seconds to prefill each sampled prompt. A long prompt takes several chunks. A
@@ -178,7 +217,7 @@ class Ceilings:
         assert candidate.prefill is not None
         goal, prompts = self.goal, self.demand.sample_prompts
         steps, chunk = self.demand.sample_outputs - 1, candidate.chunk_tokens
-        model = self.models[candidate.decode]
+        model = self.decodes[candidate.decode]
         one, two = (model.transfer(tokens, link, self.codec, parallel).seconds for tokens in (1, 2))
         moved = one + (two - one) * (prompts - 1)  # a line: latency and bytes
         prefill = self.prefill_seconds(candidate.prefill, chunk)
@@ -190,10 +229,14 @@ class Ceilings:
         """Returns the rate of a dp rank with the largest batch whose step meets `step_limit`."""
         key = layout, step_limit
         if key not in self._rates:
-            room = self.rooms[layout] / self.demand.context_mean
-            most = _largest(lambda count: self._step(layout, count) <= step_limit, max(1.0, room))
-            self._rates[key] = self._rate_of_batch(layout, most)
+            room = max(1.0, self._sequences(layout))
+            most = _largest(lambda count: self._step(layout, count) <= step_limit, room)
+            met = self._step(layout, 1.0) <= step_limit
+            self._rates[key] = self._rate_of_batch(layout, most) if met else 0.0
         return self._rates[key]
+
+    def _sequences(self, layout: Layout) -> float:
+        return self.rooms[layout] / (self.demand.context_mean * HEADROOM)
 
     def _rate_of_batch(self, layout: Layout, count: float) -> float:
         if not self.demand.steps_mean:
@@ -201,7 +244,7 @@ class Ceilings:
         return count / (self.demand.steps_mean * self._step(layout, count)) if count >= 1 else 0.0
 
     def _step(self, layout: Layout, count: float) -> float:
-        model = self.models[layout]
+        model = self.decodes[layout]
         count /= model.stages
         whole = max(1, math.ceil(count))
         return model.decode_seconds(whole, max(1.0, count) * self.demand.context_mean)
@@ -235,4 +278,11 @@ def _largest(met: Callable[[float], bool], most: float, rounds: int = 11) -> flo
     for _ in range(rounds):
         middle = (low + high) / 2
         low, high = (middle, high) if met(middle) else (low, middle)
-    return high if met(1.0) else 0.0
+    return high
+
+
+def _longest(times: np.ndarray, count: float) -> float:
+    """Returns the mean of the longest of `count` draws."""
+    ordered = np.sort(times)
+    below = (np.arange(len(ordered) + 1) / len(ordered)) ** count
+    return float(ordered @ np.diff(below))

@@ -65,7 +65,7 @@ class Finding:
       kv_share: Mean fraction of the decode instances' KV memory that requests hold at `rate`.
       short: Whether there were too few arrivals to decide if a higher rate is possible. simulated:
         Whether the rate was found by simulating live code. If False, it was found by stepping the
-        cost model.
+        cost model. weight: What the candidate spends (`Site.spent`).
     """
 
     candidate: Candidate
@@ -81,6 +81,12 @@ class Finding:
     tokens_per_second: float
     short: bool = False
     simulated: bool = True
+    weight: float = 1.0
+
+    @property
+    def value(self) -> float:
+        """Rate per unit of what is scarce (`Site.spent`), by which candidates are ranked."""
+        return self.rate / self.weight
 
 
 def binding_limit(trial: Trial, limits: Bounds) -> str:
@@ -266,7 +272,7 @@ def _why(one: Finding, two: Finding, ceilings: Ceilings) -> str:
     share = one.rate * each / (one.candidate.decode_instances * one.candidate.decode.dp)
     if share < 0.3:
         reasons.append(f"prefill is {share:.0%} of one pool's time and disturbs decode little")
-    idle = ceilings.site.accelerators - two.candidate.devices
+    idle = ceilings.site.devices - two.candidate.devices
     if idle:
         reasons.append(f"two pools leave {idle} accelerators idle")
     busy = two.report.utilisation

@@ -110,8 +110,8 @@ def test_weights_in_fp8_leave_room_for_pages_and_are_configured_so() -> None:
 
 
 def test_what_is_predicted_is_what_is_configured():
-    site = Site(H100, 4)
-    maker = FleetMaker(MODEL, site, codec="int8", hardware="h100", slots=64)
+    site = Site(H100, 4, hardware="h100")
+    maker = FleetMaker(MODEL, site, codec="int8", slots=64)
     candidate = Candidate(Mode.DISAGGREGATED, Layout(tp=2), 1, 4096, Layout(), 2)
     fleet, engine = maker.fleet(candidate), maker.engine(candidate, "DIR", 8192)
     assert fleet.accelerators == candidate.devices == 4

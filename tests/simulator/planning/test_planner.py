@@ -355,13 +355,13 @@ def test_of_chunked_each_layout_is_simulated_with_its_best_chunk_size_alone():
 
 def test_a_slow_link_is_named_where_it_binds():
     site = Site(H100, 8, domain_devices=2, scale_out=link("ethernet-10g"))
-    found = plan(lambda item: 1.0 if item.mode is Mode.DISAGGREGATED else 8.0, "tpot", site)
+    found = plan(lambda item: 12.0 if item.mode is Mode.DISAGGREGATED else 30.0, "tpot", site)
     two = best_of(found, Mode.DISAGGREGATED)
     assert two is not None and two.candidate.prefill is not None
     side_by_side = min(two.candidate.prefill.tp, two.candidate.decode.tp)
     side_by_side *= min(two.candidate.prefill_instances, two.candidate.decode_instances)
     assert two.link_share == pytest.approx(
-        1.0 / 0.9 * 900 * 327_680 / (side_by_side * 1e9), rel=0.1
+        12.0 / 0.9 * 900 * 327_680 / (side_by_side * 1e9), rel=0.1
     )
     assert "ethernet-10g" in two.binding
     assert "the link is slow for the KV that is transferred" in found.verdict
