@@ -1,17 +1,27 @@
 """The part of a KV transfer that does not overlap with the prefill before it."""
 
-from typing import TypeVar
+from typing import overload
 
 import numpy as np
 
 from jdisagg.costs.speeds import Array
 
-Times = TypeVar("Times", float, Array)
+
+@overload
+def exposed_seconds(
+    transfer: float, prefill: float, pieces: float, waited: float = 0.0
+) -> float: ...
+
+
+@overload
+def exposed_seconds(
+    transfer: Array, prefill: Array, pieces: float | Array, waited: float = 0.0
+) -> Array: ...
 
 
 def exposed_seconds(
-    transfer: Times, prefill: Times, pieces: float | Array, waited: float = 0.0
-) -> Times:
+    transfer: float | Array, prefill: float | Array, pieces: float | Array, waited: float = 0.0
+) -> float | Array:
     """Returns the seconds of a transfer that remain after the prefill has ended.
 
     The KV is sent in equal pieces, each of them after it was computed. The last piece is always

@@ -15,7 +15,7 @@ import msgspec
 from jdisagg.config import Mode
 from jdisagg.costs.hardware import Accelerator, accelerator, link
 from jdisagg.guide.facts import smallest_instance
-from jdisagg.simulator.planning.bounds import Ceilings, Demand, Goal
+from jdisagg.simulator.planning.bounds import Demand, Goal, RateCeilings
 from jdisagg.simulator.planning.candidates import WHOLE_CHUNK, Candidate, Fitting, Site
 from jdisagg.simulator.planning.fleet import FleetMaker
 from jdisagg.simulator.planning.measure import Measurer, Task
@@ -163,7 +163,7 @@ def carried(
     divisions into prefill and decode instances, takes the one with the highest ceiling. Returns the
     simplest mode first. `rate`: requests per second."""
     demand, goal, site = Demand.of(arrivals), objectives.goal, place.site
-    ceilings = Ceilings(site, demand, goal, [place.fitting])
+    ceilings = RateCeilings(site, demand, goal, [place.fitting])
     runner = FleetMaker(place.fitting.model.geometry, site).runners.stepped
     measurer = Measurer(goal, arrivals, demand, site.accelerators, runner, REQUESTS)
     modes = []

@@ -94,7 +94,7 @@ class Demand:
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """Ceilings on the request rate of a whole candidate, in requests per second, by their names.
+    """RateCeilings on the request rate of a whole candidate, in requests per second, by their names.
     `link_share`: fraction of the link's achieved bandwidth that one request per second needs."""
 
     limits: tuple[tuple[str, float], ...]
@@ -109,7 +109,7 @@ class Bounds:
         return min(self.limits, key=lambda limit: limit[1])
 
 
-class Ceilings:
+class RateCeilings:
     """Computes ceilings on the request rates of candidates, for one site and workload.
 
     Attributes:

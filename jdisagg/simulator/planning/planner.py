@@ -18,7 +18,14 @@ from jdisagg.costs.cost_model import CostModel
 from jdisagg.costs.model_geometry import CostGeometry
 from jdisagg.errors import ConfigError
 from jdisagg.layout.axes import Layout
-from jdisagg.simulator.planning.bounds import SAMPLE, Bounds, Ceilings, Demand, Goal, alone_seconds
+from jdisagg.simulator.planning.bounds import (
+    SAMPLE,
+    Bounds,
+    Demand,
+    Goal,
+    RateCeilings,
+    alone_seconds,
+)
 from jdisagg.simulator.planning.candidates import (
     WHOLE_CHUNK,
     Best,
@@ -208,7 +215,7 @@ class Planner:
         return found.rate if found else 0.0
 
     def _stepped(
-        self, priced: Sequence[tuple[Candidate, Bounds]], stepper: Measurer, ceilings: Ceilings
+        self, priced: Sequence[tuple[Candidate, Bounds]], stepper: Measurer, ceilings: RateCeilings
     ) -> list[Finding]:
         told = self._told.progress
         return ranked_by_stepping(priced, stepper, ceilings.rooms, self._spread, told, self._weight)
@@ -272,15 +279,15 @@ class Planner:
             found.came(tasks[index], finding)
             self._told.progress(found.text, found.count, found.count + len(tasks) - done)
 
-    def _ceilings(self, workload: Sequence[Arrival]) -> Ceilings:
+    def _ceilings(self, workload: Sequence[Arrival]) -> RateCeilings:
         demand, site, search = Demand.of(workload), self._site, self._search
         fitting, decoding = (
             fitting_layouts(self._geometry, one, demand.longest_tokens, search.dtype) if one else []
             for one in (site, site.decoding)
         )
-        return Ceilings(site, demand, self._goal, fitting, search.codec, decoding, search.fused)
+        return RateCeilings(site, demand, self._goal, fitting, search.codec, decoding, search.fused)
 
-    def _priced(self, ceilings: Ceilings) -> list[tuple[Candidate, Bounds]]:
+    def _priced(self, ceilings: RateCeilings) -> list[tuple[Candidate, Bounds]]:
         fitting, site, modes = ceilings.fitting, self._site, self._search.modes
         listed: list[Candidate] = []
         if site.decoding is None:
@@ -396,7 +403,7 @@ def _task(item: Finding, rival: float = 0.0, *, expected: bool = False) -> Task:
 # ---- unattainable goals
 
 
-def never(ceilings: Ceilings, cached: bool) -> str:
+def never(ceilings: RateCeilings, cached: bool) -> str:
     """Checks whether the goal is impossible even without load. Returns the reason why no layout can
     attain it, or "" if a layout may. `cached`: whether prompts may be in the prefix cache. If True,
     TTFT is not checked."""

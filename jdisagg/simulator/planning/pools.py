@@ -110,7 +110,7 @@ def most_of(
     none fits."""
     fitting = [row for row in rows if fits(row) and row.finding.rate]
     each = [[row for row in fitting if row.site == pool] for pool in pools]
-    listed = [(row,) for row in fitting]
+    listed: list[Rows] = [(row,) for row in fitting]
     if all(each) and len(pools) > 1:
         listed.append(tuple(max(some, key=lambda row: row.finding.value) for some in each))
     return max(listed, key=lambda some: worth(some, best), default=())

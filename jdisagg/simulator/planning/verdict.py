@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from jdisagg.config import Mode
-from jdisagg.simulator.planning.bounds import Bounds, Ceilings, Goal
+from jdisagg.simulator.planning.bounds import Bounds, Goal, RateCeilings
 from jdisagg.simulator.planning.candidates import Candidate, short
 from jdisagg.simulator.report import Report
 
@@ -113,7 +113,7 @@ def stepped_answer(stepped: Sequence[Finding]) -> str:
 
 
 def verdict(
-    findings: Sequence[Finding], ceilings: Ceilings, left_out: Sequence[str], fused: bool
+    findings: Sequence[Finding], ceilings: RateCeilings, left_out: Sequence[str], fused: bool
 ) -> str:
     said = _compared(findings, ceilings, left_out)
     said += _stages(findings, ceilings)
@@ -131,7 +131,7 @@ def verdict(
     return said
 
 
-def _stages(findings: Sequence[Finding], ceilings: Ceilings) -> str:
+def _stages(findings: Sequence[Finding], ceilings: RateCeilings) -> str:
     two = [item for item in findings if item.candidate.prefill and item.rate]
     staged = next((item for item in two if item.candidate.staged), None)
     plain = next((item for item in two if not item.candidate.staged), None)
@@ -157,7 +157,7 @@ def _stages(findings: Sequence[Finding], ceilings: Ceilings) -> str:
     )
 
 
-def _compared(findings: Sequence[Finding], ceilings: Ceilings, left_out: Sequence[str]) -> str:
+def _compared(findings: Sequence[Finding], ceilings: RateCeilings, left_out: Sequence[str]) -> str:
     two = next((item for item in findings if item.candidate.prefill), None)
     one = next((item for item in findings if not item.candidate.prefill), None)
     best = findings[0]
@@ -264,7 +264,7 @@ def _said(finding: Finding) -> str:
     )
 
 
-def _why(one: Finding, two: Finding, ceilings: Ceilings) -> str:
+def _why(one: Finding, two: Finding, ceilings: RateCeilings) -> str:
     reasons = []
     if "hand-off" in two.binding or "link" in two.binding or two.link_share > 0.8:
         reasons.append("the link is slow for the KV that is transferred")

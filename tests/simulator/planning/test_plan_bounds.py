@@ -10,7 +10,7 @@ from jdisagg.costs.hardware import Accelerator, Efficiency, Link, link
 from jdisagg.costs.model_geometry import CostGeometry, GroupedAttention
 from jdisagg.errors import ConfigError
 from jdisagg.layout.axes import Layout
-from jdisagg.simulator.planning.bounds import HEADROOM, Bounds, Ceilings, Demand, Goal
+from jdisagg.simulator.planning.bounds import HEADROOM, Bounds, Demand, Goal, RateCeilings
 from jdisagg.simulator.planning.candidates import (
     Candidate,
     Fitting,
@@ -77,8 +77,8 @@ MODEL = CostGeometry(
 )
 
 
-def ceilings(site: Site, demand: Demand, goal: Goal, model: CostGeometry = MODEL) -> Ceilings:
-    return Ceilings(site, demand, goal, fitting_layouts(model, site, demand.longest_tokens))
+def ceilings(site: Site, demand: Demand, goal: Goal, model: CostGeometry = MODEL) -> RateCeilings:
+    return RateCeilings(site, demand, goal, fitting_layouts(model, site, demand.longest_tokens))
 
 
 def demand(prompt: int, output: int) -> Demand:
@@ -312,7 +312,7 @@ def test_deepseek_on_64_h200_is_decoded_with_wide_expert_parallelism_where_the_e
     site = Site(H200, 64, software=software)
     demand = Demand.of([Arrival(0.0, 2000, 1500)])
     fitting = fitting_layouts(software.shape(DEEPSEEK), site, demand.longest_tokens)
-    made = Ceilings(site, demand, Goal(5.0, 0.1), fitting)
+    made = RateCeilings(site, demand, Goal(5.0, 0.1), fitting)
     best = max(two_pools(fitting, site), key=lambda item: made.bounds(item).rate)
     assert least <= best.decode.ep <= most
 
@@ -336,7 +336,7 @@ def test_stages_are_searched_where_cards_have_pcie_alone_and_for_two_pools_alone
 def test_each_stage_has_a_prompt_or_a_batch_of_its_own() -> None:
     shape, site = LLAMA_70B, Site(L40S, 8)
     demand = Demand.of(poisson(1.0, 50, Fixed(2000, 200), seed=1))
-    made = Ceilings(site, demand, Goal(60.0, 5.0), fitting_layouts(shape, site, 2200))
+    made = RateCeilings(site, demand, Goal(60.0, 5.0), fitting_layouts(shape, site, 2200))
     staged = Layout(pp=4)
     limits = dict(made.bounds(Candidate(Mode.DISAGGREGATED, staged, 1, 8192, staged, 1)).limits)
     seconds = float(made.prefill_seconds(staged, 8192).mean())
@@ -355,7 +355,7 @@ def test_no_candidate_that_may_be_best_has_too_low_a_ceiling(link_name: str, goa
     site = Site(H100, 2, between=link(link_name))
     workload = poisson(1.0, 100, Mixture(((0.7, Fixed(300, 20)), (0.3, Fixed(2000, 40)))), seed=1)
     asked, fitting = Demand.of(workload), fitting_layouts(LLAMA_8B, site, 2100)
-    made = Ceilings(site, asked, goal, fitting)
+    made = RateCeilings(site, asked, goal, fitting)
     runner = FleetMaker(LLAMA_8B, site).runners.stepped
     measurer = Measurer(goal, workload, asked, 2, runner, 300)
     listed = [*one_pool(fitting, site, tuple(Mode)), *two_pools(fitting, site)]

@@ -10,7 +10,7 @@ from jdisagg.costs.cost_model import CostModel
 from jdisagg.costs.engines import Software
 from jdisagg.costs.hardware import link
 from jdisagg.layout.axes import Layout
-from jdisagg.simulator.planning.bounds import Bounds, Ceilings, Demand, Goal
+from jdisagg.simulator.planning.bounds import Bounds, Demand, Goal, RateCeilings
 from jdisagg.simulator.planning.candidates import (
     ACTIVATIONS,
     PAGE_TOKENS,
@@ -72,7 +72,7 @@ def test_more_than_the_prefill_can_compute_is_not_carried_however_generous_the_l
     demand, fitting = Demand.of(workload), fitting_layouts(MODEL, site, 801)
     candidate = Candidate(Mode.UNIFIED, Layout(), 1)
     computed = 1 / float(
-        Ceilings(site, demand, goal, fitting)
+        RateCeilings(site, demand, goal, fitting)
         .prefill_seconds(Layout(), candidate.chunk_tokens)
         .mean()
     )
