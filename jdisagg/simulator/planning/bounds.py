@@ -94,7 +94,7 @@ class Demand:
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """RateCeilings on the request rate of a whole candidate, in requests per second, by their names.
+    """Ceilings on the request rate of a whole candidate, in requests per second, by their names.
     `link_share`: fraction of the link's achieved bandwidth that one request per second needs."""
 
     limits: tuple[tuple[str, float], ...]
