@@ -90,7 +90,8 @@ class InstanceConfig:
             (engine/memory_plan.py).
         slots_per_rank: Number of sequences that each dp rank decodes at the same time.
         chunk_tokens: Size of the largest packed prefill chunk of a dp rank, in tokens. Further
-            chunk sizes are its half and its quarter, unless they are below `min_chunk_tokens`.
+            chunk sizes are its half and its quarter, unless they are below `min_chunk_tokens`. In
+            mode unified, chunks of one prompt have up to four times this size, at most the context.
         min_chunk_tokens: Size of the smallest prefill chunk, in tokens.
         gather_steps: Approximate number of decode steps for which prompts wait, in modes chunked
             and unified, until each dp rank has one. All ranks take part in each chunk, so that a
