@@ -191,7 +191,7 @@ class RateCeilings:
         tpot = self.goal.tpot_seconds
         limits = (
             ("compute", chunk),
-            ("KV memory", min(chunk, room)),
+            *((("KV memory", room),) if room < chunk else ()),
             ("TPOT", _largest(lambda tokens: not steps or step(tokens) <= tpot, chunk)),
         )
         return tuple((name, tokens / prompt / step(tokens)) for name, tokens in limits)
