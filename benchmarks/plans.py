@@ -124,7 +124,7 @@ def planned(case: Case) -> dict[str, object]:
 def every_candidate(case: Case, rate: float) -> dict[str, object]:
     """Simulates all candidates at MARGIN times `rate`, in requests per second of the whole site."""
     model, site = (geometry(case.model), Site(accelerator(case.hardware), case.accelerators))
-    maker = FleetMaker(model, site, hardware=case.hardware)
+    maker = FleetMaker(model, site)
     goal = Goal(case.ttft, case.tpot)
     planner = Planner(model, site, goal, maker.runners, Search(), spread=on_cores(usable_cores()))
     before, began = _children_seconds(), time.monotonic()

@@ -1,7 +1,7 @@
 """The cases of the study: models with their hardware, workloads with their limits, and the
 candidates of each mode.
 
-The candidates are the planner's: for each mode the best ones according to the cost model, under
+The candidates are the planner's: for each mode the best ones by stepping the cost model, under
 each of the limits. Chunked prefill is estimated as in engines that run a chunk and a decode step as
 one program (`fused`), because this is the strongest alternative. It is searched like two pools:
 under each of the limits the best layouts, including wide expert parallelism, each with its best
@@ -14,15 +14,10 @@ from pathlib import Path
 from jdisagg.config import Mode
 from jdisagg.costs.catalog import geometry
 from jdisagg.costs.hardware import accelerator
-from jdisagg.simulator.planning.bounds import Demand, Estimator, Goal
-from jdisagg.simulator.planning.candidates import (
-    Candidate,
-    Site,
-    fitting_layouts,
-    one_pool,
-    two_pools,
-)
+from jdisagg.simulator.planning.bounds import Goal
+from jdisagg.simulator.planning.candidates import Candidate, Site
 from jdisagg.simulator.planning.fleet import FleetMaker
+from jdisagg.simulator.planning.planner import Planner
 from jdisagg.simulator.report import SloLimits
 from jdisagg.simulator.trace_files import read_trace
 from jdisagg.simulator.workloads import Arrival, within_context
@@ -132,31 +127,21 @@ class StudyCase:
 
     @cached_property
     def candidates(self) -> dict[Candidate, dict[str, float]]:
-        """With the rate (requests per second of all) that arithmetic allows under each of the
-        limits that are searched."""
-        shape, site, demand = (
-            geometry(self.setting.model),
-            self.setting.site,
-            Demand.of(self.arrivals),
-        )
-        fitting = fitting_layouts(shape, site, demand.longest_tokens)
-        one = (Mode.UNIFIED, Mode.CHUNKED)
-        listed = [*one_pool(fitting, site, one), *two_pools(fitting, site)]
+        """With the stepped rates (requests per second of all) under those of the limits that are
+        searched in which a candidate comes near the best of its mode."""
         goals = {limits.name: limits.goal for limits in self.workload.limits}
-        base = Estimator(site, demand, goals["usual"], fitting, fused=True)
-        estimators = {name: base.under(goals[name]) for name in SEARCHED}
-        chosen: dict[Candidate, None] = {}
+        chosen: dict[Candidate, dict[str, float]] = {}
         for name in SEARCHED:
-            ranked = sorted(listed, key=lambda item: -estimators[name].bounds(item).rate)
-            of = {mode: [item for item in ranked if item.mode is mode] for mode in Mode}
-            chunked = {item.decode: item for item in reversed(of[Mode.CHUNKED])}
-            best = [item for item in of[Mode.CHUNKED] if chunked[item.decode] is item]
+            shape, site = geometry(self.setting.model), self.setting.site
+            planner = Planner(shape, site, goals[name], self.maker.runners)
+            ranked = [(item.candidate, item.rate) for item in planner.stepped(self.arrivals)]
+            of = {mode: [item for item in ranked if item[0].mode is mode] for mode in Mode}
+            chunked = {item[0].decode: item for item in reversed(of[Mode.CHUNKED])}
+            best = [item for item in of[Mode.CHUNKED] if chunked[item[0].decode] is item]
             two = of[Mode.DISAGGREGATED][: 2 if name == "usual" else 1]
-            chosen |= dict.fromkeys([*best[:MOST_LAYOUTS], of[Mode.UNIFIED][0], *two])
-        return {
-            candidate: {name: estimators[name].bounds(candidate).rate for name in SEARCHED}
-            for candidate in chosen
-        }
+            for candidate, rate in [*best[:MOST_LAYOUTS], of[Mode.UNIFIED][0], *two]:
+                chosen.setdefault(candidate, {})[name] = rate
+        return chosen
 
 
 CASES = (

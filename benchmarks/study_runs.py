@@ -109,12 +109,14 @@ def from_text(text: str) -> Candidate:
 def steps_of(case: StudyCase, known: dict[str, object]) -> Iterator[dict[str, object]]:
     """Yields the runs of a case that `known` lacks, and adds each to `known`."""
     curves: dict[str, dict[str, object]] = known.setdefault("curves", {})  # type: ignore[assignment]
-    # Arithmetic over thousands of candidates takes a while: kept with the results.
+    # Stepping all candidates takes a while: kept with the results.
     if "estimates" not in known:
         known["estimates"] = {as_text(item): rates for item, rates in case.candidates.items()}
         texts: list[str] = known.get("candidates", [])  # type: ignore[assignment]
         known["candidates"] = list(dict.fromkeys([*texts, *known["estimates"]]))  # type: ignore[misc]
-        known.setdefault("allowed", max(item["usual"] for item in case.candidates.values()))
+        known.setdefault(
+            "allowed", max(item.get("usual", 0.0) for item in case.candidates.values())
+        )
     allowed: float = known["allowed"]  # type: ignore[assignment]
     estimates: dict[str, dict[str, float]] = known["estimates"]  # type: ignore[assignment]
     for text, rates in estimates.items():
@@ -123,7 +125,7 @@ def steps_of(case: StudyCase, known: dict[str, object]) -> Iterator[dict[str, ob
         curve = curves.setdefault(key, {**fields_of(candidate), "commit": commit(), "runs": []})
         runs: list[dict[str, object]] = curve["runs"]  # type: ignore[assignment]
         for limits in case.workload.limits:
-            name, guess = limits.name, rates.get(limits.name, rates["usual"]) / allowed
+            name, guess = limits.name, rates.get(limits.name, max(rates.values())) / allowed
             while (part := next_rung(runs, name, guess)) is not None:
                 runs.append({"part": part, **measured(case, candidate, part * allowed)})
                 runs.sort(key=lambda run: run["part"])  # type: ignore[arg-type,return-value]

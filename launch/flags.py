@@ -410,6 +410,16 @@ GROUPS: dict[str, dict[str, Spec]] = {
             "Injected fault: death:decode-0:10:5, stall:W:at:back, slow:W:at:factor:seconds or"
             " cancels:at:part. Repeatable."
         ),
+        "pool": _many(
+            "Accelerators of one kind, e.g. h100:16@2.5: name or file, number, dollars per hour of"
+            " each. Repeatable; replaces --hardware and --accelerators."
+        ),
+        "between": _text(None, "Link of each accelerator between pools. Default: the slower one."),
+        "best": _one_of(
+            ["rate", "dollars", "joules"],
+            "rate",
+            "What to make most of: requests per second, per dollar, or per joule.",
+        ),
         "accelerators": _count(8, "Total number of accelerators."),
         "devices_per_node": _count(
             None, "Accelerators of one host. Default: as the hardware is usually built."

@@ -10,6 +10,7 @@ from jdisagg.costs.hardware import link
 from jdisagg.errors import ConfigError, WorkloadError
 from jdisagg.node.hardware_files import find_accelerator
 from jdisagg.simulator.planning.candidates import PAGE_TOKENS, Site
+from jdisagg.simulator.planning.pools import uses
 from jdisagg.simulator.trace_files import read_trace
 from jdisagg.simulator.workloads import Arrival, Fixed, Mixture, poisson, within_context
 from launch.flags import Given
@@ -18,17 +19,58 @@ NAMED_REQUESTS = 20_000
 TRACE_BLOCK_TOKENS = 512
 
 
-def site_of(flags: Given, software: Software) -> Site:
-    card = find_accelerator(flags.hardware)
-    if flags.dollars_per_hour is not None:
-        card = replace(card, dollars_per_hour=flags.dollars_per_hour)
+def pools_of(flags: Given, software: Software) -> list[Site]:
+    """Returns the pools of accelerators of --pool, or the one of --hardware and --accelerators.
+    Raises ConfigError for invalid flags."""
+    if bool(flags.pool) == bool(flags.hardware):
+        raise ConfigError(
+            "the accelerators: give either --hardware=NAME with --accelerators, or"
+            " --pool=NAME:COUNT@DOLLARS_PER_HOUR for each kind"
+        )
+    if not flags.pool:
+        return [_site(flags, software, flags.hardware, flags.accelerators, flags.dollars_per_hour)]
+    for name in ("accelerators", "dollars_per_hour"):
+        if flags.present(name):
+            raise ConfigError(f"--{name} is part of --pool; leave it out")
+    pools = [_site(flags, software, *_pool(text)) for text in flags.pool]
+    names = [pool.accelerator.name for pool in pools]
+    if len(set(names)) < len(names):
+        raise ConfigError(f"--pool: {', '.join(names)} must differ; add up equal accelerators")
+    return pools
+
+
+def sites_of(flags: Given, pools: Sequence[Site], modes: Sequence[Mode]) -> list[Site]:
+    """Returns the uses of the pools to plan. Raises ConfigError if --between has no use."""
+    if flags.between and len(pools) < 2:
+        raise ConfigError("--between is the link between pools, and there is one; leave it out")
+    if Mode.DISAGGREGATED not in modes:
+        return list(pools)
+    return [*uses(pools, link(flags.between) if flags.between else None)]
+
+
+def _pool(text: str) -> tuple[str, int, float | None]:
+    name, _, size = text.rpartition(":")
+    count, _, price = size.partition("@")
+    try:
+        return name, int(count), float(price) if price else None
+    except ValueError:
+        raise ConfigError(
+            f"--pool={text} must be NAME:COUNT or NAME:COUNT@DOLLARS_PER_HOUR, such as h100:16@2.5"
+        ) from None
+
+
+def _site(flags: Given, software: Software, hardware: str, count: int, price: float | None) -> Site:
+    card = find_accelerator(hardware)
+    if price is not None:
+        card = replace(card, dollars_per_hour=price)
     return Site(
         card,
-        flags.accelerators,
+        count,
         flags.devices_per_node,
         flags.domain_devices,
         link(flags.link) if flags.link else None,
         software,
+        hardware=hardware,
     )
 
 

@@ -15,6 +15,7 @@ from jdisagg.layout.axes import Layout
 from jdisagg.layout.kv_spec import WEIGHT_BITS
 
 Order = Literal["mixed", "prefill_first"]
+WITHOUT_FP8 = ("a100",)  # fp8 weights are computed in bfloat16
 BLACKWELL = ("b200", "b300", "gb200-nvl72", "gb300-nvl72")
 # Speed of matrix products relative to bfloat16.
 FP8_SPEED, FP4_SPEED = 1.5, 2.4
@@ -162,7 +163,8 @@ class GpuEngine(EnginePreset):
         new, mixture = card.name in BLACKWELL, bool(geometry.experts)
         few = PRECISION_BITS.get(weights) == 4
         four = FP4_SPEED if weights == "fp4" and new else 1.0
-        speed = FP8_SPEED if weights == "fp8" else 1.0 if mixture else four
+        computed = "" if weights == "fp8" and card.name in WITHOUT_FP8 else weights
+        speed = FP8_SPEED if computed == "fp8" else 1.0 if mixture else four
         blocks = weights == "fp8" and geometry.name in BLOCK_SCALED
         kernels = replace(
             card.kernels,
@@ -178,7 +180,7 @@ class GpuEngine(EnginePreset):
         if not mixture:
             return kernels
         published = few and geometry.name.startswith("gpt-oss")
-        table = _EXPERTS[self.name]["mxfp4" if published else weights or "bf16"]
+        table = _EXPERTS[self.name]["mxfp4" if published else computed or "bf16"]
         start, memory, arithmetic = table[new]
         if layout.ep > 1:
             if new and layout.ep > WIDE and weights == "fp8":

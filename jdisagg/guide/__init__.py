@@ -1,3 +1,3 @@
 """The interactive guide: compares unified, chunked and disaggregated serving of a workload, by the
-planner's arithmetic and by simulation, and shows KV transfers and rooflines on a web page. Imports
-neither JAX nor gRPC."""
+planner's stepped model and by simulation, and shows KV transfers and rooflines on a web page.
+Imports neither JAX nor gRPC."""

@@ -1,22 +1,25 @@
 """Chooses a mode for the guide, and describes the reasons in sentences.
 
-The planner's cost model (`bounds.Estimator`) predicts the highest rate at which each mode meets the
-objectives. It ignores pauses of running streams and packing. A mode is therefore advised only if it
-also meets the objectives for most requests in a simulation. If several modes qualify, the guide
-advises the simplest mode whose predicted rate equals the highest within the prediction error. Has
-no side effects."""
+Stepping the cost model, as the planner does, predicts the highest rate at which each mode meets the
+objectives on TTFT and TPOT. Pauses of running streams are not counted. A mode is therefore advised
+only if it also meets all objectives for most requests in a simulation. If several modes qualify,
+the guide advises the simplest mode whose predicted rate equals the highest within the prediction
+error. Has no side effects."""
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import msgspec
 
 from jdisagg.config import Mode
 from jdisagg.costs.hardware import Accelerator, accelerator, link
 from jdisagg.guide.facts import smallest_instance
-from jdisagg.simulator.planning.bounds import Bounds, Demand, Estimator, Goal
+from jdisagg.simulator.planning.bounds import Demand, Goal, RateCeilings
 from jdisagg.simulator.planning.candidates import WHOLE_CHUNK, Candidate, Fitting, Site
+from jdisagg.simulator.planning.fleet import FleetMaker
+from jdisagg.simulator.planning.measure import Measurer, Task
+from jdisagg.simulator.planning.verdict import Finding
 from jdisagg.simulator.report import SloLimits
 from jdisagg.simulator.workloads import Arrival
 
@@ -24,11 +27,13 @@ ATTAINMENT = 0.9  # fraction of the requests that must meet the objectives
 # A gap between two tokens counts as a pause if it exceeds this multiple of the objective per token.
 PAUSE_FACTOR = 5.0
 LOW_LOAD = 0.3  # fraction of a mode's highest rate
+REQUESTS = 400  # of a stepped run
 LIMITS = {
-    "compute": "its accelerators are busy all the time",
+    "link ": "the link is full",
+    "hand-off": "hand-offs take too long over this link",
     "prefill compute": "prefill is busy all the time",
-    "TTFT": "first tokens come too late",
     "KV memory": "KV memory is full",
+    "TTFT": "first tokens come too late",
 }
 
 
@@ -74,10 +79,7 @@ class Workplace:
 
     @property
     def site(self) -> Site:
-        """The site of the planner. The link that the user chose for hand-offs replaces the links of
-        the accelerators."""
-        chosen = link(self.between)
-        return Site(replace(self.card, scale_up=chosen, scale_out=chosen), self.accelerators)
+        return Site(self.card, self.accelerators, between=link(self.between))
 
     def candidates(self, mode: Mode, chunk: int) -> list[Candidate]:
         layout, count = self.fitting.layout, self.instances
@@ -96,13 +98,13 @@ class Workplace:
 
 
 class ModeAdvice(msgspec.Struct, frozen=True):
-    """The cost model's prediction for one mode.
+    """The stepped cost model's prediction for one mode.
 
     Attributes:
         prefill_instances: Number of prefill instances; 0 if all instances prefill and decode.
         rate: Highest rate of all instances within the objectives on TTFT and TPOT, in requests per
             second.
-        limit: Name of the bound that limits the rate (`bounds.Bounds`).
+        limit: The limit that is missed first beyond the rate (`Finding.binding`).
         step_seconds: Predicted decode step of one sequence with a long prompt.
         kv_bytes_per_second, link_bytes_per_second: KV bytes per second that the user's rate
             produces, and that the links can transfer. 0 without a hand-off.
@@ -150,32 +152,32 @@ class Simulated(msgspec.Struct, frozen=True):
         return sum(name in one for one in self.missed)
 
 
-def arithmetic(
+def carried(
     place: Workplace,
     arrivals: Sequence[Arrival],
     rate: float,
     chunk_tokens: int,
     objectives: Objectives,
 ) -> tuple[ModeAdvice, ...]:
-    """Predicts, for each mode, the best candidate for requests with the lengths of `arrivals`.
-    Returns the simplest mode first. `rate`: requests per second."""
-    demand = Demand.of(arrivals)
-    estimator = Estimator(place.site, demand, objectives.goal, [place.fitting], fused=True)
-    longest = int(demand.prompts.max())
+    """Predicts what each mode carries of requests with the lengths of `arrivals`. Of several
+    divisions into prefill and decode instances, takes the one with the highest ceiling. Returns the
+    simplest mode first. `rate`: requests per second."""
+    demand, goal, site = Demand.of(arrivals), objectives.goal, place.site
+    ceilings = RateCeilings(site, demand, goal, [place.fitting])
+    runner = FleetMaker(place.fitting.model.geometry, site).runners.stepped
+    measurer = Measurer(goal, arrivals, demand, site.accelerators, runner, REQUESTS)
     modes = []
     for mode in (Mode.UNIFIED, Mode.CHUNKED, Mode.DISAGGREGATED):
-        listed = [(item, estimator.bounds(item)) for item in place.candidates(mode, chunk_tokens)]
+        listed = [(item, ceilings.bounds(item)) for item in place.candidates(mode, chunk_tokens)]
         best, bounds = max(listed, key=lambda pair: pair[1].rate)
-        modes.append(_advised(place, best, bounds, longest, rate))
+        found = measurer.measured(Task(best, bounds, place.fitting.kv_tokens))
+        assert found is not None, "a task without a rival has a finding"
+        modes.append(_advised(place, found, int(demand.prompts.max()), rate))
     return tuple(modes)
 
 
-def _advised(
-    place: Workplace, best: Candidate, bounds: Bounds, longest: int, rate: float
-) -> ModeAdvice:
-    model, share = place.fitting.model, bounds.link_share
-    known = dict(bounds.limits).get(f"link {place.between}", 0.0)
-    reached = place.site.described.scale_up
+def _advised(place: Workplace, found: Finding, longest: int, rate: float) -> ModeAdvice:
+    model, best, reached = place.fitting.model, found.candidate, link(place.between)
     both = min(best.prefill_instances, best.decode_instances) * model.layout.dp
     link_speed = reached.bytes_per_second * reached.efficiency * model.layout.tp * both
     return ModeAdvice(
@@ -183,10 +185,10 @@ def _advised(
         prefill_instances=best.prefill_instances,
         decode_instances=best.decode_instances,
         chunk_tokens=best.chunk_tokens,
-        rate=bounds.rate,
-        limit=bounds.binding[0],
+        rate=found.rate,
+        limit=found.binding,
         step_seconds=model.decode([longest]).seconds,
-        kv_bytes_per_second=share * rate * link_speed if known else 0.0,
+        kv_bytes_per_second=found.bounds.link_share * rate * link_speed,
         link_bytes_per_second=link_speed,
     )
 
@@ -308,13 +310,9 @@ def _name(item: ModeAdvice) -> str:
 
 
 def _limit(item: ModeAdvice) -> str:
-    if item.limit.startswith("link "):
-        return "the link is full"
-    if item.limit.startswith("hand-off"):
-        return "hand-offs take too long over this link"
     if item.limit == "TPOT":
         return f"tokens come too slowly (a decode step of one takes {_time(item.step_seconds)})"
-    return LIMITS[item.limit]
+    return next((said for name, said in LIMITS.items() if name in item.limit), item.limit)
 
 
 def _time(seconds: float) -> str:

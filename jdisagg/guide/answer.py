@@ -3,7 +3,7 @@
 Unified instances prefill whole prompts between decode steps. Chunked instances prefill in pieces,
 each within a decode step. Disaggregated instances prefill and decode on separate meshes joined by a
 link. Every fourth prompt is long, and its prefill delays other requests. The answer has the
-planner's arithmetic for each mode (`advice`), figures of a simulation, and the times of the first
+planner's stepped rate of each mode (`advice`), figures of a simulation, and the times of the first
 requests' tokens. Has no side effects."""
 
 import math
@@ -25,7 +25,7 @@ from jdisagg.guide.advice import (
     Simulated,
     Workplace,
     advice,
-    arithmetic,
+    carried,
     verdict_of,
 )
 from jdisagg.guide.facts import GUIDE_HARDWARE, GUIDE_LINKS, GUIDE_MODELS, check_choice
@@ -174,7 +174,7 @@ def arrivals_of(question: GuideQuestion) -> list[Arrival]:
 
 
 def answer(question: GuideQuestion) -> GuideAnswer:
-    """Compares the three modes by arithmetic and by simulation. Takes seconds of processor time.
+    """Compares the three modes by stepping and by simulation. Takes seconds of processor time.
 
     Raises:
         NothingFits: The model does not fit on the accelerators.
@@ -182,7 +182,7 @@ def answer(question: GuideQuestion) -> GuideAnswer:
     arrivals = arrivals_of(question)
     place = Workplace.of(question.model, question.hardware, question.instances, question.link)
     objectives, rate = question.objectives, question.rate
-    modes = arithmetic(place, arrivals, rate, question.chunk_tokens, objectives)
+    modes = carried(place, arrivals, rate, question.chunk_tokens, objectives)
     found = [(mode, *_way(place, question, arrivals, mode)) for mode in modes]
     return GuideAnswer(
         place.fitting.layout.devices,

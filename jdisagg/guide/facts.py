@@ -12,11 +12,12 @@ import numpy as np
 
 from jdisagg.costs.catalog import geometry
 from jdisagg.costs.cost_model import CostModel, wire_bytes_per_token
+from jdisagg.costs.exposed import exposed_seconds
 from jdisagg.costs.hardware import Accelerator, Efficiency, accelerator, link
 from jdisagg.costs.kv_facts import kv_formula, link_uses, sent_part
 from jdisagg.costs.model_geometry import CostGeometry, LatentAttention
 from jdisagg.errors import InvalidRequestError
-from jdisagg.simulator.planning.bounds import alone_seconds, exposed_seconds
+from jdisagg.simulator.planning.bounds import alone_seconds
 from jdisagg.simulator.planning.candidates import WHOLE_CHUNK, Fitting, Site, fitting_layouts
 
 # Models of the page, with the bits per value of their matrices. 0 means that they are published in
@@ -183,9 +184,7 @@ def _at_length(model: CostModel, tokens: int) -> KvAtLength:
     uses = link_uses([link(name) for name in GUIDE_LINKS], model.layout.tp, wire, tokens, 0.0)
     moved = np.array([use.seconds for use in uses])
     prefill = alone_seconds(model, tokens, WHOLE_CHUNK)
-    exposed = exposed_seconds(
-        moved, np.full_like(moved, prefill), np.full_like(moved, tokens), WHOLE_CHUNK
-    )
+    exposed = exposed_seconds(moved, np.full_like(moved, prefill), -(-tokens // WHOLE_CHUNK))
     return KvAtLength(
         tokens,
         model.geometry.kv_bytes_per_token(DTYPE) * tokens,

@@ -304,15 +304,6 @@ def too_far(
     return apart & (unknown < policy.far_prefill_tokens)[:, None]
 
 
-def exposed(transfer: Array, prefill: Array, chunks: Array) -> Array:
-    """Returns the seconds of a transfer that remain after the prefill has ended. While a chunk is
-    computed, the earlier chunks are transferred."""
-    if not np.count_nonzero(chunks != 1.0):
-        return transfer
-    last = transfer / chunks
-    return np.maximum(last, transfer - prefill * (1.0 - 1.0 / chunks))
-
-
 def most_computed(table: Table, whole: bool = False) -> Array:
     """Returns the largest number of prompt tokens that each decode worker computes itself. Mixed
     workers have no limit. Workers with --append_tokens compute at most one chunk, and none if

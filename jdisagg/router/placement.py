@@ -12,6 +12,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from jdisagg.costs.exposed import exposed_seconds
 from jdisagg.costs.speeds import Array, PriceSource, Seconds
 from jdisagg.plain import plain
 from jdisagg.router.accounts import Work
@@ -23,7 +24,6 @@ from jdisagg.router.cost_terms import (
     LocalCosts,
     PrefillCosts,
     decodes_of,
-    exposed,
     known_at,
     known_to,
     local_prefills,
@@ -133,7 +133,8 @@ def weigh(
         every, spared = every.few(few), spared.take(few)
         against = None if against is None else against.take(few)
     transfer = transfers_of(state, every.rows, decodes.rows, query, policy.far, places)
-    transfer = exposed(transfer, every.prefill[:, None], every.chunks[:, None])
+    if np.count_nonzero(every.chunks != 1.0):
+        transfer = exposed_seconds(transfer, every.prefill[:, None], every.chunks[:, None])
     rest = max(0, query.work.expected_tokens - 1) * side.step
     if (penalties := decodes.penalties) is not None:
         rest = rest + penalties
@@ -404,11 +405,6 @@ def _admitted(
 def _most_queued_seconds(
     state: ClusterState, weighed: Weighed, decision: Decision, hold_seconds: float
 ) -> float:
-    """A worker's queue is a mean over its dp ranks, and contains a running chunk until it ends. A
-    chunk takes as long as the rank with the most tokens, and later prompts cannot join it. With
-    several ranks, the running chunk and the next one are therefore allowed in addition to
-    `hold_seconds`, and `hold_seconds` counts as at least one more chunk. Otherwise chunks would be
-    issued before each rank has its share. Prompts longer than this get a rank each."""
     row = state.row_of(decision.prefill or decision.decode)
     ranks = float(state.table["ranks"][row])
     if ranks <= 1.0 or (decision.prefill is None and not state.table.flag("mixed")[row]):
@@ -421,7 +417,23 @@ def _most_queued_seconds(
     prompt = decision.terms.prefill
     speed = state.speeds[int(state.table["speed"][row])]
     chunk = speed.prefill_seconds(tokens, 0, tokens) if tokens else prompt
-    return max(hold_seconds, chunk) + max(2.0 * chunk, prompt * (1.0 - 1.0 / ranks))
+    return most_queued_seconds(hold_seconds, ranks, chunk, prompt)
+
+
+def most_queued_seconds(
+    hold_seconds: float, ranks: float, chunk_seconds: float, prompt_seconds: float
+) -> float:
+    """Returns how much queued work of a worker does not yet hold a prompt back.
+
+    A worker's queue is a mean over its dp ranks, and contains a running chunk until it ends. A
+    chunk takes as long as the rank with the most tokens, and later prompts cannot join it. With
+    several ranks, the running chunk and the next one are therefore allowed in addition to
+    `hold_seconds`, and `hold_seconds` counts as at least one more chunk. Otherwise chunks would be
+    issued before each rank has its share. Prompts longer than this get a rank each."""
+    if ranks <= 1.0:
+        return hold_seconds
+    alike = prompt_seconds * (1.0 - 1.0 / ranks)
+    return max(hold_seconds, chunk_seconds) + max(2.0 * chunk_seconds, alike)
 
 
 def _with_source(

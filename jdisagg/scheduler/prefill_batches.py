@@ -9,6 +9,7 @@ is sampled only in the prompt's last row; a rank has at most one partly issued p
 priority, not counting those in `held`."""
 
 from collections.abc import Callable, Collection, Sequence
+from typing import Protocol
 
 import msgspec
 
@@ -57,10 +58,7 @@ class PrefillBatches:
         return tuple(size for size in sizes if size >= (self._cut_tokens or 0))
 
     def gathers(self) -> bool:
-        """Returns whether the next chunk should wait for more prompts: some dp rank has no prompt,
-        and no prompt is in the middle of its chunked prefill."""
-        begun = any(prompt.begun for queue in self._queues for prompt in queue)
-        return not all(self._queues) and not begun
+        return gathers(self._queues)
 
     def add(self, prompt: Prompt) -> None:
         """Queues a prompt in order of arrival. It is never queued before a partly issued prompt of
@@ -237,6 +235,19 @@ class PrefillBatches:
         return [
             OfferSpec(self._new_id(), band.start, offset, block_tokens, len(band)) for band in bands
         ]
+
+
+class Begun(Protocol):
+    @property
+    def begun(self) -> bool:
+        """Whether some of the prompt's tokens are in issued chunks."""
+        ...
+
+
+def gathers(queues: Sequence[Collection[Begun]]) -> bool:
+    """Returns whether the next chunk should wait for more prompts: some dp rank has no prompt, and
+    no prompt is in the middle of its chunked prefill. `queues`: the prompts of each dp rank."""
+    return not all(queues) and not any(prompt.begun for queue in queues for prompt in queue)
 
 
 def _precedes(prompt: Prompt, other: Prompt) -> bool:

@@ -232,8 +232,8 @@ class SimulatedExecutor:
         span.timer = self._loop.call_at(self._free_at, self._end_span, span)
 
     def _boundary(self, span: RunningSpan) -> int:
-        begun = span.pace.steps_begun(self._loop.time() - span.start - span.delay)
-        return min(span.steps, max(1, begun) + self.run_ahead)
+        ran = self._loop.time() - span.start - span.delay
+        return min(span.steps, span.pace.boundary(ran, self.run_ahead))
 
     def _end_span(self, span: RunningSpan) -> None:
         self._span = span.timer = None

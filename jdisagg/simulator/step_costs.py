@@ -40,6 +40,11 @@ class Pace:
         )
         return math.ceil(steps - 1e-9)
 
+    def boundary(self, seconds: float, run_ahead: int) -> int:
+        """Returns the number of steps of a span that is interrupted after `seconds`: the steps that
+        have begun, and the `run_ahead` steps that are already issued."""
+        return max(1, self.steps_begun(seconds)) + run_ahead
+
 
 class StepCosts(Protocol):
     """Estimates the seconds of one instance's commands. `rows` describes the prompts on the dp rank

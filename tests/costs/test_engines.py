@@ -107,6 +107,21 @@ def test_software_is_read_from_flags() -> None:
     assert Software.of("jdisagg", None, None).card(H100, LLAMA, Layout()) == H100
 
 
+def test_an_a100_computes_fp8_weights_as_fast_as_bfloat16_and_reads_them_faster() -> None:
+    engine, a100 = ENGINES["vllm"], accelerator("a100")
+    speeds = {
+        (card.name, weights): engine.card(card, LLAMA, Layout(), weights).kernels.matrix_speed
+        for card in (H100, a100)
+        for weights in ("", "fp8")
+    }
+    assert speeds.pop(("h100", "fp8")) == 1.5 and set(speeds.values()) == {1.0}
+    plain, fewer = (
+        CostModel(engine.shape(LLAMA, weights), engine.card(a100, LLAMA, Layout(), weights))
+        for weights in ("", "fp8")
+    )
+    assert fewer.decode_seconds(1, 100.0) < 0.7 * plain.decode_seconds(1, 100.0)
+
+
 @pytest.mark.parametrize(
     ("call", "words"),
     [

@@ -25,8 +25,10 @@ from jdisagg.guide.answer import (
 from jdisagg.guide.facts import GUIDE_LINKS
 from jdisagg.layout.axes import Layout
 from jdisagg.simulator.fleet import INSTANCE, Fleet, Pool
-from jdisagg.simulator.planning.bounds import Demand, Estimator, Goal
-from jdisagg.simulator.planning.candidates import Candidate, Site, fitting_layouts
+from jdisagg.simulator.planning.bounds import Demand, Goal
+from jdisagg.simulator.planning.candidates import Candidate, Site
+from jdisagg.simulator.planning.fleet import FleetMaker
+from jdisagg.simulator.planning.trials import Trier
 from jdisagg.simulator.report import SloLimits, summarise
 from jdisagg.simulator.run import simulate
 
@@ -70,21 +72,22 @@ def test_the_figures_of_a_mode_are_those_of_a_simulation_of_its_fleet() -> None:
     assert way.pause_longest == max(item.gaps.longest for item in outcomes if item.gaps)
 
 
-def test_the_highest_rates_are_the_planners_arithmetic() -> None:
-    site, demand = Site(HARDWARE["h100"], 2), Demand.of(arrivals_of(QUESTION))
-    fitting = fitting_layouts(geometry("llama-3.1-8b"), site, demand.longest_tokens)
-    estimator = Estimator(site, demand, Goal(1.0, 0.02), fitting, fused=True)
-    one, modes = Layout(), asked(FAST).advice.modes
-    expected = (
+def test_the_highest_rates_are_those_of_stepping_the_same_candidates() -> None:
+    site = Site(HARDWARE["h100"], 2, between=LINKS[FAST])
+    workload, goal = arrivals_of(QUESTION), Goal(1.0, 0.02)
+    runner = FleetMaker(geometry("llama-3.1-8b"), site).runners.stepped
+    trier, one = Trier(goal, workload, Demand.of(workload), 400), Layout()
+    candidates = (
         Candidate(Mode.UNIFIED, one, 2),
         Candidate(Mode.CHUNKED, one, 2, 512),
         Candidate(Mode.DISAGGREGATED, one, 1, prefill=one, prefill_instances=1),
     )
-    for mode, candidate in zip(modes[:2], expected, strict=False):
-        bounds = estimator.bounds(candidate)
-        assert (mode.rate, mode.limit) == (bounds.rate, bounds.binding[0])
-    # The site's own link is NVLink; over InfiniBand the rate is lower or equal.
-    assert 0 < modes[2].rate <= estimator.bounds(expected[2]).rate
+    for mode, candidate in zip(asked(FAST).advice.modes, candidates, strict=True):
+        under, over = (
+            trier.trial(runner, candidate, factor * mode.rate).lasting_attainment
+            for factor in (0.9, 1.1)
+        )
+        assert under >= 0.9 > over, candidate.name
 
 
 def test_a_request_that_pauses_in_the_picture_counts_against_its_mode() -> None:

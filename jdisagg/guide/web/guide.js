@@ -204,7 +204,7 @@ function drawAdvice(advice, asked) {
     el(
       "p",
       { class: "hint" },
-      "The rates are the planner's arithmetic, with 90 % of the requests within the objectives " +
+      "The rates are stepped as by the planner, with 90 % of the requests within the objectives " +
         `(first token ${seconds(asked.ttft_seconds)}, each token ${seconds(asked.tpot_seconds)}). ` +
         "A mode is advised if it carries the rate and its simulation below agrees. ",
       el("code", {}, "jdisagg plan"),

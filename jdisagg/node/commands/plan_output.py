@@ -12,13 +12,14 @@ from jdisagg.node.recipes import ClusterShape, recipe_text
 from jdisagg.simulator.planning.bounds import Goal
 from jdisagg.simulator.planning.candidates import PAGE_TOKENS, Candidate, Site
 from jdisagg.simulator.planning.fleet import FleetMaker
-from jdisagg.simulator.planning.planner import Plan
-from jdisagg.simulator.planning.verdict import Finding
+from jdisagg.simulator.planning.pools import PoolPlan, Row
 from jdisagg.simulator.report import Percentiles
 from jdisagg.simulator.workloads import Arrival
 
 
-def plan_table(plan: Plan, geometry: CostGeometry, site: Site, goal: Goal, dtype: str) -> Table:
+def plan_table(
+    plan: PoolPlan, geometry: CostGeometry, pools: Sequence[Site], goal: Goal, dtype: str
+) -> Table:
     """Returns a table of the candidates, the best one first. It is at most 80 columns wide. Times
     are in milliseconds. Figures are never truncated."""
     kept = geometry.kv_bytes_per_token(dtype)
@@ -26,9 +27,10 @@ def plan_table(plan: Plan, geometry: CostGeometry, site: Site, goal: Goal, dtype
         f"{goal.attainment:.0%} within TTFT {1e3 * goal.ttft_seconds:g} ms and TPOT"
         f" {1e3 * goal.tpot_seconds:g} ms"
     )
-    simulated = sum(item.simulated for item in plan.findings)
+    simulated = sum(row.finding.simulated for row in plan.rows)
     found = f"{plan.considered} candidates, {simulated} simulated"
-    title = f"{geometry.name} on {site.accelerators} {site.accelerator.name}: {limits}; {found}"
+    several, on = len(pools) > 1, " and ".join(pool.text for pool in pools)
+    title = f"{geometry.name} on {on}: {limits}; {found}"
     table = Table(
         box=box.SIMPLE_HEAD, title_justify="left", title=title, padding=(0, 1, 0, 0), leading=1
     )
@@ -36,7 +38,7 @@ def plan_table(plan: Plan, geometry: CostGeometry, site: Site, goal: Goal, dtype
     table.add_column("mode,\ninstances", overflow="fold", min_width=len("disaggregated"))
     for name in (
         "used,\n$/M out,\nJ/token",
-        "req/s a\ndevice",
+        "req/s" if several else "req/s a\ndevice",
         "TTFT ms\np50\np90\np99",
         "TPOT ms\np50\np90\np99",
         "link\nload",
@@ -44,18 +46,18 @@ def plan_table(plan: Plan, geometry: CostGeometry, site: Site, goal: Goal, dtype
     ):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("binds first", overflow="fold")
-    for index, item in enumerate(plan.findings, 1):
-        candidate = item.candidate
+    for index, row in enumerate(plan.rows, 1):
+        item, candidate = row.finding, row.finding.candidate
         table.add_row(
             str(index),
-            f"{candidate.mode.value}\n" + candidate.name.replace(" -> ", " ->\n"),
+            f"{candidate.mode.value}\n{row.named(several).replace(' -> ', f' ->{chr(10)}')}",
             "\n".join(
                 [
                     str(candidate.devices),
-                    *("-" if value is None else f"{value:.3g}" for value in costs_of(item, site)),
+                    *("-" if value is None else f"{value:.3g}" for value in costs_of(row)),
                 ]
             ),
-            f"{item.per_accelerator:.3g}",
+            f"{item.rate if several else item.per_accelerator:.3g}",
             _three(item.report.ttft),
             _three(item.report.tpot),
             f"{100 * item.link_share:.1f} %" if candidate.prefill else "-",
@@ -65,18 +67,17 @@ def plan_table(plan: Plan, geometry: CostGeometry, site: Site, goal: Goal, dtype
     return table
 
 
-def costs_of(item: Finding, site: Site) -> tuple[float | None, float | None]:
+def costs_of(row: Row) -> tuple[float | None, float | None]:
     """Returns the cost of a candidate: dollars for a million output tokens, and joules for one
-    output token. All accelerators of the site are counted, at full board power. A value is None if
+    output token. The accelerators that it uses are counted, at full board power. A value is None if
     the price, the power or the output rate is unknown."""
-    card = site.accelerator
-    if not item.tokens_per_second:
+    candidate, tokens = row.finding.candidate, row.finding.tokens_per_second
+    if not tokens:
         return None, None
-    seconds = site.accelerators / item.tokens_per_second  # of accelerators, per output token
-    dollars, watts = card.dollars_per_hour, card.watts
+    dollars, watts = (row.site.spent(candidate, what) for what in ("dollars", "joules"))
     return (
-        None if dollars is None else 1e6 * seconds * dollars / 3600,
-        None if watts is None else seconds * watts,
+        None if dollars is None else 1e6 * dollars / 3600 / tokens,
+        None if watts is None else watts / tokens,
     )
 
 
@@ -91,43 +92,54 @@ def _milliseconds(seconds: float) -> str:
     return f"{1e3 * seconds:.0f}" if seconds >= 0.1 else f"{1e3 * seconds:.3g}"
 
 
-def plan_fields(plan: Plan, geometry: CostGeometry, site: Site, goal: Goal) -> dict[str, object]:
+def plan_fields(
+    plan: PoolPlan, geometry: CostGeometry, pools: Sequence[Site], goal: Goal
+) -> dict[str, object]:
     return {
         "model": geometry.name,
-        "hardware": site.accelerator.name,
-        "accelerators": site.accelerators,
-        "domain_devices": site.domain,
+        "pools": [
+            {
+                "hardware": pool.accelerator.name,
+                "accelerators": pool.accelerators,
+                "domain_devices": pool.domain,
+            }
+            for pool in pools
+        ],
         "goal": dataclasses.asdict(goal),
         "verdict": plan.verdict,
         "left_out": list(plan.left_out),
         "considered": plan.considered,
-        "findings": [
+        "findings": [_finding_fields(row) for row in plan.rows],
+    }
+
+
+def _finding_fields(row: Row) -> dict[str, object]:
+    item = row.finding
+    return {
+        **_candidate_fields(item.candidate),
+        "prefill_hardware": row.site.accelerator.name if item.candidate.prefill else None,
+        "decode_hardware": row.site.decodes.accelerator.name,
+        "simulated": item.simulated,
+        "requests_per_second": item.rate,
+        "per_accelerator": item.per_accelerator,
+        "binding": item.binding,
+        "link_share": item.link_share,
+        "kv_tokens_per_rank": item.kv_tokens,
+        "kv_share": item.kv_share,
+        "tokens_per_second": item.tokens_per_second,
+        "dollars_per_million_output_tokens": costs_of(row)[0],
+        "joules_per_output_token": costs_of(row)[1],
+        "bounds": dict(item.bounds.limits),
+        "trials": [
             {
-                **_candidate_fields(item.candidate),
-                "simulated": item.simulated,
-                "requests_per_second": item.rate,
-                "per_accelerator": item.per_accelerator,
-                "binding": item.binding,
-                "link_share": item.link_share,
-                "kv_tokens_per_rank": item.kv_tokens,
-                "kv_share": item.kv_share,
-                "tokens_per_second": item.tokens_per_second,
-                "dollars_per_million_output_tokens": costs_of(item, site)[0],
-                "joules_per_output_token": costs_of(item, site)[1],
-                "bounds": dict(item.bounds.limits),
-                "trials": [
-                    {
-                        "rate": trial.rate,
-                        "attainment": trial.attainment,
-                        "overload": trial.overload,
-                        "short": trial.short,
-                    }
-                    for trial in item.trials
-                ],
-                "report": item.report.as_fields(),
+                "rate": trial.rate,
+                "attainment": trial.attainment,
+                "overload": trial.overload,
+                "short": trial.short,
             }
-            for item in plan.findings
+            for trial in item.trials
         ],
+        "report": item.report.as_fields(),
     }
 
 
@@ -152,14 +164,9 @@ def context_for(workload: Sequence[Arrival], geometry: CostGeometry) -> int:
 
 
 def plan_recipe(
-    item: Finding,
-    maker: FleetMaker,
-    goal: Goal,
-    model_directory: str,
-    context_tokens: int,
-    path: str,
+    row: Row, maker: FleetMaker, goal: Goal, model_directory: str, context_tokens: int, path: str
 ) -> str:
-    candidate, site = item.candidate, maker.site
+    item, candidate, site = row.finding, row.finding.candidate, row.site
     engine = maker.engine(candidate, model_directory, context_tokens)
     one_pool = candidate.prefill is None
     shape = (
@@ -167,22 +174,40 @@ def plan_recipe(
         if one_pool
         else ClusterShape(candidate.prefill_instances, candidate.decode_instances)
     )
-    largest = max(candidate.decode.devices, candidate.prefill.devices if candidate.prefill else 0)
-    hosts = (
-        f" --processes_per_instance={largest // site.node}"
-        if largest > site.node and largest % site.node == 0
-        else ""
-    )
     model = "" if model_directory else " --model=DIR"
-    used = f"{candidate.devices} of {site.accelerators} {site.accelerator.name}"
+    used, name = f"{candidate.devices} of {site.text}", row.named(site.decoding is not None)
     rate, share = f"{item.per_accelerator:.3g}", f"{goal.attainment:.0%}"
     limits = f"TTFT {1e3 * goal.ttft_seconds:g} ms and TPOT {1e3 * goal.tpot_seconds:g} ms"
-    text = f"""{maker.geometry.name} on {used}: {candidate.mode.value}, {candidate.name}.
+    text = f"""{maker.geometry.name} on {used}: {candidate.mode.value}, {name}.
 
-    jdisagg cluster --config={path}{model}{hosts}
-    jdisagg serve --config={path}{model}        (one instance of each role, in one process)
+{_commands(candidate, site, f"--config={path}{model}")}
 
 PREDICTED by jdisagg plan, not measured: {rate} requests/s per accelerator, {share} of them within
 {limits}; bound by {item.binding}.
 """
     return recipe_text(engine, shape, text)
+
+
+def _commands(candidate: Candidate, site: Site, given: str) -> str:
+    if site.decoding is None:
+        roles = (candidate.decode, *((candidate.prefill,) if candidate.prefill else ()))
+        hosts = _hosts("processes_per_instance", max(one.devices for one in roles), site)
+        return f"""    jdisagg cluster {given}{hosts}
+    jdisagg serve {given}        (one instance of each role, in one process)"""
+    assert candidate.prefill is not None
+    commands = [f"jdisagg router {given} --port=8700"]
+    for role, layout, count, where in (
+        ("prefill", candidate.prefill, candidate.prefill_instances, site),
+        ("decode", candidate.decode, candidate.decode_instances, site.decoding),
+    ):
+        processes = _hosts("num_processes", layout.devices, where)
+        on = f"({count} times, each on {layout.devices} {where.accelerator.name})"
+        commands.append(
+            f"jdisagg worker --role={role} {given} --router=ROUTER:8700{processes}    {on}"
+        )
+    return "\n".join(f"    {command}" for command in commands)
+
+
+def _hosts(flag: str, devices: int, site: Site) -> str:
+    several = devices > site.node and devices % site.node == 0
+    return f" --{flag}={devices // site.node}" if several else ""

@@ -1,12 +1,10 @@
-"""Computes upper bounds on candidates' request rates, to rank candidates before simulation.
+"""Computes ceilings on candidates' request rates, which order candidates before they are stepped.
 
-A candidate is a mode, layouts and numbers of instances. A bound is the highest request rate of the
-whole candidate that one resource or objective allows. The dp ranks that prefill share an M/G/c
-queue whose waiting time has an exponential tail. All sequences of a decode rank are assumed to have
-the mean context length. Bursts, packing and scheduling are ignored, because the simulator models
-them afterwards. Has no side effects."""
+A ceiling is the highest rate that one resource allows whatever the schedule: the arithmetic of all
+prompts, the link, and the batch that memory and the limit on TPOT allow. All sequences of a decode
+rank are assumed to have the mean context length. Queues, packing and scheduling are ignored,
+because stepping models them. Has no side effects."""
 
-import copy
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -15,18 +13,17 @@ import numpy as np
 
 from jdisagg.config import Mode
 from jdisagg.costs.cost_model import CostModel, wire_bytes_per_token
+from jdisagg.costs.exposed import exposed_seconds
 from jdisagg.costs.hardware import Link
 from jdisagg.costs.kv_facts import sent_part
 from jdisagg.errors import ConfigError
 from jdisagg.layout.axes import Layout
 from jdisagg.simulator.planning.candidates import Candidate, Fitting, Site, handoff_path
-from jdisagg.simulator.planning.fused import FusedChunks, FusedPace, StepTable, each_once
 from jdisagg.simulator.report import SloLimits
 from jdisagg.simulator.workloads import Arrival
 
 SAMPLE = 128  # number of requests whose times are estimated one by one
 HEADROOM = 1.1  # factor on KV pages for pages allocated ahead and prompts in transfer
-FULL = 0.98  # usable fraction of a server's time
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +94,7 @@ class Demand:
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """The highest request rate of a whole candidate under each limit, in requests per second.
+    """Ceilings on the request rate of a whole candidate, in requests per second, by their names.
     `link_share`: fraction of the link's achieved bandwidth that one request per second needs."""
 
     limits: tuple[tuple[str, float], ...]
@@ -112,10 +109,14 @@ class Bounds:
         return min(self.limits, key=lambda limit: limit[1])
 
 
-class Estimator:
-    """Computes upper bounds on the request rates of candidates, for one site and workload. `fused`:
-    whether chunked prefill runs a chunk and a decode step as one step. If not, chunks run between
-    decode steps."""
+class RateCeilings:
+    """Computes ceilings on the request rates of candidates, for one site and workload.
+
+    Attributes:
+        models, decodes: Cost model of each layout, on the accelerators that prefill and on those
+            that decode.
+        rooms: Number of KV tokens of a dp rank of each layout that decodes.
+    """
 
     def __init__(
         self,
@@ -124,62 +125,76 @@ class Estimator:
         goal: Goal,
         fitting: Sequence[Fitting],
         codec: str = "none",
-        fused: bool = False,
+        decoding: Sequence[Fitting] = (),
+        fused: bool = True,
     ) -> None:
         self.site, self.demand, self.goal, self.codec = site, demand, goal, codec
         self.fused = fused
+        self.fitting, self.decoding = list(fitting), list(decoding)
         self.models = {item.layout: item.model for item in fitting}
-        self.rooms = {item.layout: item.kv_tokens for item in fitting}
-        self._known: dict[tuple[object, ...], tuple[tuple[str, float], ...]] = {}
+        self.decodes = {item.layout: item.model for item in decoding or fitting}
+        self.rooms = {item.layout: item.kv_tokens for item in decoding or fitting}
         self._times: dict[tuple[Layout, int], np.ndarray] = {}
-        self._steps: dict[tuple[Layout, int, bool], FusedChunks] = {}
-        self._tables: dict[Layout, StepTable] = {}
-
-    def under(self, goal: Goal) -> "Estimator":
-        other = copy.copy(self)
-        other.goal, other._known = goal, {}
-        return other
+        self._rates: dict[tuple[Layout, float], float] = {}
 
     def bounds(self, candidate: Candidate) -> Bounds:
-        """Returns the bounds of a candidate. Raises KeyError if one of its layouts does not fit the
-        model or the memory."""
-        decode_ranks = candidate.decode_instances * candidate.decode.dp
-        if candidate.prefill is None:
-            key = (candidate.decode, candidate.chunk_tokens, decode_ranks)
-            if self.fused and candidate.mode is Mode.CHUNKED and self.demand.steps_mean:
-                gathers = candidate.gather_steps > 0
-                limits = self._once(("fused", gathers, *key), lambda: self._fused(*key, gathers))
-            else:
-                limits = self._once(key, lambda: self._one_pool(*key))
-            return Bounds(_times(decode_ranks, limits))
-        prefill_ranks = candidate.prefill_instances * candidate.prefill.dp
+        """Raises KeyError if a layout of the candidate does not fit the model or the memory."""
+        layout, prefill = candidate.decode, candidate.prefill
+        decode_ranks = candidate.decode_instances * layout.dp
+        if prefill is None:
+            limits = self._one_pool(candidate)
+            return Bounds(tuple((name, decode_ranks * rate) for name, rate in limits))
+        prefill_ranks = candidate.prefill_instances * prefill.dp
+        room = self._sequences(layout)
+        memory = ("KV memory", decode_ranks * self._rate_of_batch(layout, room))
         link, parallel = handoff_path(self.site, candidate)
-        first = (candidate.prefill, candidate.chunk_tokens, prefill_ranks)
-        second = (candidate.prefill, candidate.decode, candidate.chunk_tokens, link, parallel)
-        model = self.models[candidate.prefill]
-        wire = (
-            wire_bytes_per_token(model.geometry, model.kv_value_bytes, self.codec)
-            * self.demand.prompt_mean
-            * sent_part(model.geometry, max(1, int(self.demand.prompt_mean)))
-        )
-        reached = (
-            link.bytes_per_second * link.efficiency * parallel * min(prefill_ranks, decode_ranks)
-        )
-        limits = _times(
-            prefill_ranks, self._once(("prefill", *first), lambda: self._prefill(*first))
-        )
-        limits += ((f"link {link.name}", reached / wire),)
-        limits += _times(
-            decode_ranks, self._once(("decode", *second), lambda: self._decode(*second))
+        wire = self._wire_bytes(prefill)
+        lanes = parallel * min(prefill_ranks, decode_ranks)
+        reached = link.bytes_per_second * link.efficiency * lanes
+        times = self.prefill_seconds(prefill, candidate.chunk_tokens)
+        # All dp ranks wait for the longest prompt on any of them.
+        sharing = max(1.0, candidate.chunk_tokens / self.demand.prompt_mean)
+        mean = float(times.mean()) + (_longest(times, prefill.dp) - times.mean()) / sharing**0.5
+        step_limit = self._step_limit(candidate, link, parallel)
+        name = "TPOT" if step_limit > 0.9 * self.goal.tpot_seconds else f"hand-off over {link.name}"
+        limits = (
+            ("prefill compute", prefill_ranks * prefill.pp / mean),
+            (f"link {link.name}", reached / wire),
+            memory,
+            (name, decode_ranks * self._rate_within(layout, step_limit)),
         )
         return Bounds(limits, wire / reached)
 
-    def _once(
-        self, key: tuple[object, ...], make: Callable[[], tuple[tuple[str, float], ...]]
-    ) -> tuple[tuple[str, float], ...]:
-        if key not in self._known:
-            self._known[key] = make()
-        return self._known[key]
+    def _one_pool(self, candidate: Candidate) -> tuple[tuple[str, float], ...]:
+        """Returns the rates of a dp rank with the most prompt tokens per step that a chunk, KV
+        memory and the limit on TPOT allow. A chunk holds one prompt, or the tokens that arrive in a
+        step if these are more. Chunks of the dp ranks come at times of their own, and each extends
+        the step of all ranks."""
+        layout, chunk, demand = candidate.decode, candidate.chunk_tokens, self.demand
+        model, prompt, steps = self.decodes[layout], demand.prompt_mean, demand.steps_mean
+        ranks = 1 if candidate.gather_steps else layout.dp
+        fused = self.fused and candidate.mode is Mode.CHUNKED
+
+        def step(tokens: float) -> float:
+            sequences, new = tokens * steps / prompt, round(min(chunk, max(prompt, tokens)))
+            alone = self._step(layout, sequences) if steps else 0.0
+            if fused:
+                context, pairs = sequences * demand.context_mean, model.pairs(new) * prompt / new
+                others = round((layout.dp - 1) * (tokens + sequences))
+                mixed = model.mixed_of(new, pairs, new, 1, round(sequences), context, others)
+                added = max(0.0, mixed.seconds - alone)
+            else:
+                added = model.prefill([(new, 0)]).seconds
+            return alone + added * (1 - (1 - min(1.0, tokens / new)) ** ranks)
+
+        room = self._sequences(layout) * prompt / steps if steps else math.inf
+        tpot = self.goal.tpot_seconds
+        limits = (
+            ("compute", chunk),
+            *((("KV memory", room),) if room < chunk else ()),
+            ("TPOT", _largest(lambda tokens: not steps or step(tokens) <= tpot, chunk)),
+        )
+        return tuple((name, tokens / prompt / step(tokens)) for name, tokens in limits)
 
     def prefill_seconds(self, layout: Layout, chunk: int) -> np.ndarray:
         """Returns the seconds to prefill each sampled prompt. A long prompt takes several chunks. A
@@ -191,175 +206,48 @@ class Estimator:
             )
         return self._times[layout, chunk]
 
-    def _one_pool(self, layout: Layout, chunk: int, ranks: int) -> tuple[tuple[str, float], ...]:
-        model, demand, goal = self.models[layout], self.demand, self.goal
-        times, tokens = self.prefill_seconds(layout, chunk), self.rooms[layout]
-        each, context, steps = float(times.mean()), demand.context_mean, demand.steps_mean
-        chunks = np.ceil(demand.sample_prompts / chunk)
+    def _wire_bytes(self, layout: Layout) -> float:
+        model, mean = self.models[layout], self.demand.prompt_mean
+        each = wire_bytes_per_token(model.geometry, model.kv_value_bytes, self.codec)
+        return each * mean * sent_part(model.geometry, max(1, int(mean)))
 
-        def free(rate: float, step: float) -> float:
-            together = min(layout.dp, max(1.0, rate * layout.dp * (each + step)))
-            return 1 - rate * layout.dp * each / together
-
-        def batch(rate: float) -> float:
-            def following(count: float) -> float:
-                step = _step(model, count, context)
-                left = free(rate, step)
-                return rate * steps * step / left if left > 0 else math.inf
-
-            return _settled(following)
-
-        def tpot_met(rate: float) -> bool:
-            if not steps:
-                return True  # outputs of one token have no TPOT
-            count = batch(rate)
-            step = _step(model, count, context) if count < math.inf else math.inf
-            return count < math.inf and step <= goal.tpot_seconds * free(rate, step)
-
-        def pages_met(rate: float) -> bool:
-            return batch(rate) * context * HEADROOM <= tokens
-
-        def ttft_met(rate: float) -> bool:
-            count = batch(rate)
-            between = _step(model, count, context) if 0.5 <= count < math.inf else 0.0
-            waits = times * (0.5 if layout.dp > 1 else 0.0)  # waits for another rank's chunk
-            return (
-                count < math.inf
-                and _attained(times + waits + chunks * between, rate, ranks, goal)
-                >= goal.attainment
-            )
-
-        most = FULL / each
-        tests = (
-            ("compute", lambda rate: batch(rate) < math.inf),
-            ("TTFT", ttft_met),
-            ("TPOT", tpot_met),
-            ("KV memory", pages_met),
-        )
-        return tuple((name, _largest(met, most)) for name, met in tests)
-
-    def _fused(
-        self, layout: Layout, chunk: int, ranks: int, gathers: bool
-    ) -> tuple[tuple[str, float], ...]:
-        demand, goal, tokens = self.demand, self.goal, self.rooms[layout]
-        key = (layout, chunk, gathers)
-        if key not in self._steps:
-            if layout not in self._tables:
-                self._tables[layout] = StepTable(self.models[layout])
-            self._steps[key] = FusedChunks(
-                self._tables[layout],
-                chunk,
-                demand.sample_prompts,
-                demand.context_mean,
-                demand.steps_mean,
-                gathers=gathers,
-            )
-        steps = self._steps[key]
-
-        def kept(rate: float, holds: Callable[[FusedPace], bool]) -> bool:
-            pace = steps.pace(rate)
-            return pace is not None and holds(pace)
-
-        def ttft_met(pace: FusedPace, rate: float) -> bool:
-            part = _attained(pace.held, rate, ranks, goal, pace.spent)
-            return part >= goal.attainment
-
-        def tpot_met(pace: FusedPace) -> bool:
-            part = steps.within(pace, goal.tpot_seconds, demand.sample_outputs)
-            return part >= goal.attainment
-
-        def pages_met(pace: FusedPace) -> bool:
-            return pace.sequences * demand.context_mean * HEADROOM <= tokens
-
-        most = 1 / float(self.prefill_seconds(layout, chunk).mean())
-        while steps.pace(most) is not None:
-            most *= 2  # chunks in a step's idle arithmetic take no extra time
-        tests = (
-            ("compute", lambda rate: kept(rate, lambda pace: pace.busy <= FULL)),
-            ("TTFT", lambda rate: kept(rate, lambda pace: ttft_met(pace, rate))),
-            ("TPOT", lambda rate: kept(rate, tpot_met)),
-            ("KV memory", lambda rate: kept(rate, pages_met)),
-        )
-        # 11 bisections: a thousandth is more precise than this arithmetic.
-        return tuple((name, _largest(met, most, 11)) for name, met in tests)
-
-    def _prefill(self, layout: Layout, chunk: int, ranks: int) -> tuple[tuple[str, float], ...]:
-        times, dp, goal = self.prefill_seconds(layout, chunk), layout.dp, self.goal
-        mean, sharing = float(times.mean()), max(1.0, chunk / self.demand.prompt_mean)
-        uneven = (_longest(times, dp) / mean - 1) / math.sqrt(sharing)
-        # Seconds of the instance per prompt. A prompt may enter the first of several pipeline
-        # stages when the prompt before it leaves this stage.
-        occupied = times * ((1 + uneven) / dp / layout.pp)
-        most = FULL / float(occupied.mean()) / dp
-        # The chunks of a prompt follow each other through the stages.
-        chunks = np.ceil(self.demand.sample_prompts / chunk)
-        times = times * (1 + (layout.pp - 1) / chunks) / layout.pp
-
-        def ttft_met(rate: float) -> bool:
-            together = _batch(times, dp, dp * rate)
-            with_others = _longest_with(times, together - 1) if together > 1 else times
-            # Wait for the running batch.
-            running = dp * rate * _longest(times, together) ** 2 / (2 * together) if dp > 1 else 0.0
-            return (
-                _attained(occupied, dp * rate, ranks // dp, goal, with_others + running)
-                >= goal.attainment
-            )
-
-        return ("prefill compute", most), ("TTFT", _largest(ttft_met, most))
-
-    def _decode(
-        self, prefill: Layout, layout: Layout, chunk: int, link: Link, parallel: int
-    ) -> tuple[tuple[str, float], ...]:
-        model, demand, goal = self.models[layout], self.demand, self.goal
-        prompts, steps = demand.sample_prompts, demand.sample_outputs - 1
+    def _step_limit(self, candidate: Candidate, link: Link, parallel: int) -> float:
+        """Returns the longest decode step with which enough requests meet the limit on TPOT after
+        the part of the hand-off that is exposed."""
+        assert candidate.prefill is not None
+        goal, prompts = self.goal, self.demand.sample_prompts
+        steps, chunk = self.demand.sample_outputs - 1, candidate.chunk_tokens
+        model = self.decodes[candidate.decode]
         one, two = (model.transfer(tokens, link, self.codec, parallel).seconds for tokens in (1, 2))
         moved = one + (two - one) * (prompts - 1)  # a line: latency and bytes
-        exposed = exposed_seconds(moved, self.prefill_seconds(prefill, chunk), prompts, chunk)
+        prefill = self.prefill_seconds(candidate.prefill, chunk)
+        exposed = exposed_seconds(moved, prefill, np.ceil(prompts / chunk))
         allowed = np.where(steps > 0, goal.tpot_seconds - exposed / np.maximum(steps, 1), math.inf)
-        step_limit = float(np.quantile(allowed, 1 - goal.attainment, method="lower"))
-        context = demand.context_mean
-        rooms = self.rooms[layout] / (context * HEADROOM)
-        most = _largest(
-            lambda count: _step(model, count, context) <= step_limit, max(1.0, 4 * rooms)
-        )
-        name = "TPOT" if step_limit > 0.9 * goal.tpot_seconds else f"hand-off over {link.name}"
-        return ("KV memory", _rate_of_batch(model, rooms, demand)), (
-            name,
-            _rate_of_batch(model, most, demand),
-        )
+        return float(np.quantile(allowed, 1 - goal.attainment, method="lower"))
 
+    def _rate_within(self, layout: Layout, step_limit: float) -> float:
+        """Returns the rate of a dp rank with the largest batch whose step meets `step_limit`."""
+        key = layout, step_limit
+        if key not in self._rates:
+            room = max(1.0, self._sequences(layout))
+            most = _largest(lambda count: self._step(layout, count) <= step_limit, room)
+            met = self._step(layout, 1.0) <= step_limit
+            self._rates[key] = self._rate_of_batch(layout, most) if met else 0.0
+        return self._rates[key]
 
-# ---- parts
+    def _sequences(self, layout: Layout) -> float:
+        return self.rooms[layout] / (self.demand.context_mean * HEADROOM)
 
+    def _rate_of_batch(self, layout: Layout, count: float) -> float:
+        if not self.demand.steps_mean:
+            return math.inf
+        return count / (self.demand.steps_mean * self._step(layout, count)) if count >= 1 else 0.0
 
-def _step(model: CostModel, count: float, context: float) -> float:
-    count /= model.stages
-    whole = max(1, math.ceil(count))
-    return model.decode_seconds(whole, max(1.0, count) * context)
-
-
-def _rate_of_batch(model: CostModel, count: float, demand: Demand) -> float:
-    if not demand.steps_mean:
-        return math.inf
-    return (
-        count / (demand.steps_mean * _step(model, count, demand.context_mean))
-        if count >= 1
-        else 0.0
-    )
-
-
-def _times(ranks: int, limits: tuple[tuple[str, float], ...]) -> tuple[tuple[str, float], ...]:
-    return tuple((name, ranks * rate) for name, rate in limits)
-
-
-def exposed_seconds(
-    moved: np.ndarray, prefill: np.ndarray, prompts: np.ndarray, chunk: int
-) -> np.ndarray:
-    """Returns for each prompt the seconds of its KV transfer that do not overlap with its prefill.
-
-    The KV of the last chunk is always transferred after the prefill. If the link is slower than the
-    prefill, part of the KV of earlier chunks is also transferred after the prefill."""
-    return np.maximum(moved * np.minimum(prompts, chunk) / prompts, moved - prefill)
+    def _step(self, layout: Layout, count: float) -> float:
+        model = self.decodes[layout]
+        count /= model.stages
+        whole = max(1, math.ceil(count))
+        return model.decode_seconds(whole, max(1.0, count) * self.demand.context_mean)
 
 
 def alone_seconds(model: CostModel, tokens: int, chunk: int) -> float:
@@ -371,6 +259,11 @@ def alone_seconds(model: CostModel, tokens: int, chunk: int) -> float:
     return seconds
 
 
+def each_once(lengths: np.ndarray, seconds_of: Callable[[int], float]) -> np.ndarray:
+    different, places = np.unique(lengths, return_inverse=True)
+    return np.array([seconds_of(int(length)) for length in different])[places]
+
+
 def _prefill_one(model: CostModel, tokens: int, chunk: int) -> float:
     if tokens <= chunk:
         together = max(1, min(8, chunk // tokens))
@@ -378,62 +271,18 @@ def _prefill_one(model: CostModel, tokens: int, chunk: int) -> float:
     return alone_seconds(model, tokens, chunk)
 
 
-def _longest(times: np.ndarray, count: float) -> float:
-    ordered = np.sort(times)
-    below = (np.arange(len(ordered) + 1) / len(ordered)) ** count
-    return float(ordered @ np.diff(below))
-
-
-def _longest_with(times: np.ndarray, count: float) -> np.ndarray:
-    order = np.argsort(times)
-    ordered = times[order]
-    below = (np.arange(len(ordered) + 1) / len(ordered)) ** count
-    # Draws up to a time count as this time, and longer draws as themselves.
-    longer = np.cumsum((ordered * np.diff(below))[::-1])[::-1]
-    found = np.empty_like(ordered)
-    found[order] = ordered * below[1:] + np.append(longer[1:], 0.0)
-    return found
-
-
-def _batch(times: np.ndarray, ranks: int, rate: float, rounds: int = 30) -> float:
-    count = 1.0
-    for _ in range(rounds):
-        count = min(float(ranks), max(1.0, rate * _longest(times, count)))
-    return count
-
-
-def _attained(
-    times: np.ndarray, rate: float, servers: int, goal: Goal, spent: np.ndarray | None = None
-) -> float:
-    mean = float(times.mean())
-    busy = rate * mean
-    if busy >= 1:
-        return 0.0
-    chance = busy ** ((2 * (servers + 1)) ** 0.5 - 1)
-    # Mean wait of requests that wait at all.
-    waiting = float((times**2).mean()) / mean / (2 * servers * (1 - busy))
-    left = goal.ttft_seconds - (times if spent is None else spent)
-    late = chance * np.exp(-np.maximum(left, 0) / waiting)
-    return float(np.where(left >= 0, 1 - late, 0.0).mean())
-
-
-def _settled(next_count: Callable[[float], float], rounds: int = 60) -> float:
-    count = 0.0
-    for _ in range(rounds):
-        following = next_count(count)
-        if following > 1e6:
-            return math.inf
-        if abs(following - count) <= 1e-3 * max(1.0, count):
-            return following
-        count = following
-    return count if next_count(count) <= 1.05 * count else math.inf
-
-
-def _largest(met: Callable[[float], bool], most: float, rounds: int = 24) -> float:
+def _largest(met: Callable[[float], bool], most: float, rounds: int = 11) -> float:
     if met(most):
         return most
     low, high = 0.0, most
     for _ in range(rounds):
         middle = (low + high) / 2
         low, high = (middle, high) if met(middle) else (low, middle)
-    return low if low > most * 1e-6 else 0.0
+    return high
+
+
+def _longest(times: np.ndarray, count: float) -> float:
+    """Returns the mean of the longest of `count` draws."""
+    ordered = np.sort(times)
+    below = (np.arange(len(ordered) + 1) / len(ordered)) ** count
+    return float(ordered @ np.diff(below))

@@ -6,10 +6,12 @@ separate instances. Experts are distributed over all devices of an instance, or 
 sharded by tp. tp stays within the devices that share a scale-up link (a domain). dp ranks that
 share experts may span domains, and then exchange tokens over the scale-out link."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import product
 from math import gcd
+from typing import Literal
 
 from jdisagg.config import Mode
 from jdisagg.costs.cost_model import CostModel
@@ -27,6 +29,9 @@ PAGE_TOKENS = 64
 SLOW_LINK = 128e9  # bytes per second: PCIe 6
 
 
+Best = Literal["rate", "dollars", "joules"]  # what a plan makes most of: requests per each of it
+
+
 class NothingFits(ConfigError):
     """Raised if no candidate fits the accelerators, model and workload. The message has the reason
     and a remedy."""
@@ -38,9 +43,14 @@ class Site:
     description of the hardware.
 
     Attributes:
+      hardware: Name or file of the accelerator's description, for recipes.
       devices_per_node: Number of accelerators of a host. By default a domain of up to 8 is one
         host, and a larger domain consists of hosts of 4.
       scale_out: Link of each device to devices with which it shares no scale-up link.
+      between: Link of each device between prefill and decode instances; None selects the scale-up
+        link where instances share one, and else `scale_out`.
+      decoding: Accelerators of another kind, on which all decode instances run. The accelerators of
+        this site then only prefill.
     """
 
     accelerator: Accelerator
@@ -49,12 +59,28 @@ class Site:
     domain_devices: int | None = None
     scale_out: Link | None = None
     software: Software = DEFAULT_SOFTWARE
+    between: Link | None = None
+    hardware: str = ""
+    decoding: "Site | None" = None
 
     def __post_init__(self) -> None:
         for name in ("accelerators", "devices_per_node", "domain_devices"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"site: {name} must be at least 1, got {value}")
+
+    @property
+    def decodes(self) -> "Site":
+        return self.decoding or self
+
+    @property
+    def devices(self) -> int:
+        return self.accelerators + (self.decoding.accelerators if self.decoding else 0)
+
+    @property
+    def text(self) -> str:
+        own = f"{self.accelerators} {self.accelerator.name}"
+        return f"{own} and {self.decoding.text}" if self.decoding else own
 
     @property
     def node(self) -> int:
@@ -83,6 +109,24 @@ class Site:
             scale_out=self.scale_out or self.accelerator.scale_out,
         )
 
+    def spent(self, candidate: "Candidate", what: "Best") -> float | None:
+        """Returns the dollars per hour, or the watts (joules per second), of the accelerators that
+        a candidate uses; 1 for "rate", and None if a price or power is unknown."""
+        used = (
+            (self, candidate.prefill_devices),
+            (self.decodes, candidate.devices - candidate.prefill_devices),
+        )
+        cards = [(site.accelerator, count) for site, count in used if count]
+        if what == "rate":
+            return 1.0
+        total = 0.0
+        for card, count in cards:
+            price = card.dollars_per_hour if what == "dollars" else card.watts
+            if price is None:
+                return None
+            total += count * price
+        return total
+
     def cost_model(self, geometry: CostGeometry, layout: Layout, dtype: str) -> CostModel:
         """`geometry` must already have the weight and KV precision of the software."""
         card = self.software.card(self.described, geometry, layout)
@@ -105,9 +149,11 @@ class Candidate:
 
     @property
     def devices(self) -> int:
-        return self.decode_instances * self.decode.devices + (
-            self.prefill_instances * self.prefill.devices if self.prefill else 0
-        )
+        return self.decode_instances * self.decode.devices + self.prefill_devices
+
+    @property
+    def prefill_devices(self) -> int:
+        return self.prefill_instances * self.prefill.devices if self.prefill else 0
 
     @property
     def staged(self) -> bool:
@@ -145,14 +191,15 @@ def handoff_path(site: Site, candidate: Candidate) -> tuple[Link, int]:
     """Returns the link over which one prompt's KV is sent from prefill to decode, and the number of
     these links that are used in parallel.
 
-    The scale-up link is used if it connects at least `unit_devices` accelerators. Each device has
-    its own link. The dp rank with fewer devices, on the prefill or the decode side, therefore
-    limits the number of parallel links."""
+    Without `site.between`, it is the scale-up link if this connects `unit_devices` accelerators.
+    Each device has its own link. The dp rank with fewer devices, on the prefill or the decode side,
+    therefore limits the number of parallel links."""
     assert candidate.prefill is not None
     parallel = min(candidate.prefill.tp, candidate.decode.tp)
-    accelerator = site.described
-    near = candidate.unit_devices() <= site.domain
-    return (accelerator.scale_up if near else accelerator.scale_out), parallel
+    near = site.decoding is None and candidate.unit_devices() <= site.domain
+    out = (site.described.scale_out, site.decodes.described.scale_out)
+    far = min(out, key=lambda link: link.bytes_per_second)
+    return site.between or (site.described.scale_up if near else far), parallel
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,17 +307,33 @@ def one_pool(fitting: list[Fitting], site: Site, modes: tuple[Mode, ...]) -> Ite
                 yield Candidate(Mode.CHUNKED, item.layout, count, gather_steps=gathered)
 
 
-def two_pools(fitting: list[Fitting], site: Site) -> Iterator[Candidate]:
+def two_pools(fitting: Sequence[Fitting], site: Site) -> Iterator[Candidate]:
     for prefill in fitting:
         for decode in fitting:
             for count in range(1, site.accelerators // prefill.layout.devices + 1):
                 left = site.accelerators - count * prefill.layout.devices
                 if instances := left // decode.layout.devices:
-                    yield Candidate(
-                        Mode.DISAGGREGATED,
-                        decode.layout,
-                        instances,
-                        WHOLE_CHUNK,
-                        prefill.layout,
-                        count,
-                    )
+                    yield _pair(prefill.layout, count, decode.layout, instances)
+
+
+def two_kinds(
+    fitting: Sequence[Fitting], decoding: Sequence[Fitting], site: Site, best: Best
+) -> Iterator[Candidate]:
+    """Yields candidates that prefill on the accelerators of `site` and decode on those of
+    `site.decoding`. For the rate, they use as many instances of both as fit. For other objectives,
+    they have all ratios of prefill to decode instances, each with as many instances as fit."""
+    for prefill in fitting:
+        for decode in decoding:
+            first = site.accelerators // prefill.layout.devices
+            second = site.decodes.accelerators // decode.layout.devices
+            if best == "rate":
+                yield _pair(prefill.layout, first, decode.layout, second)
+                continue
+            for count, instances in product(range(1, first + 1), range(1, second + 1)):
+                if gcd(count, instances) == 1:
+                    times = min(first // count, second // instances)
+                    yield _pair(prefill.layout, times * count, decode.layout, times * instances)
+
+
+def _pair(prefill: Layout, count: int, decode: Layout, instances: int) -> Candidate:
+    return Candidate(Mode.DISAGGREGATED, decode, instances, WHOLE_CHUNK, prefill, count)

@@ -42,7 +42,6 @@ class FleetMaker:
     fused: bool = True
     reuse: bool = False
     seed: int = 0
-    hardware: str = ""
     slots: int = MOST_SLOTS
     block_tokens: int = 512
 
@@ -74,9 +73,10 @@ class FleetMaker:
         return self
 
     def fleet(self, candidate: Candidate) -> Fleet:
-        decode = self._pool(candidate, candidate.decode, candidate.decode_instances)
+        site = self.site
+        decode = self._pool(candidate, site.decodes, candidate.decode, candidate.decode_instances)
         prefill = (
-            self._pool(candidate, candidate.prefill, candidate.prefill_instances)
+            self._pool(candidate, site, candidate.prefill, candidate.prefill_instances)
             if candidate.prefill
             else None
         )
@@ -86,13 +86,13 @@ class FleetMaker:
             prefill=prefill,
             mode=candidate.mode,
             dtype=self.dtype,
-            host_devices=self.site.domain,
+            link=site.between,
             overlap=LAYER_GROUPS,
             fused=self.fused and candidate.mode is Mode.CHUNKED,
             prefix=PrefixConfig(reuse=self.reuse),
             block_tokens=self.block_tokens,
             memory_reserve=ACTIVATIONS,
-            software=self.site.software,
+            software=site.software,
         )
 
     def run(
@@ -114,7 +114,7 @@ class FleetMaker:
     def runners(self) -> Runners:
         return Runners(self.run, SteppedRunner(self.site, self.fleet))
 
-    def _pool(self, candidate: Candidate, layout: Layout, count: int) -> Pool:
+    def _pool(self, candidate: Candidate, site: Site, layout: Layout, count: int) -> Pool:
         instance = replace(
             INSTANCE,
             layout=layout,
@@ -125,14 +125,14 @@ class FleetMaker:
             gather_steps=candidate.gather_steps,
             codec=self.codec,
         )
-        return Pool(count, self.site.described, instance)
+        return Pool(count, site.described, instance)
 
     def engine(
         self, candidate: Candidate, model_directory: str, context_tokens: int
     ) -> EngineConfig:
-        decode = self._instance(candidate, candidate.decode, self.slots)
+        decode = self._instance(candidate, self.site.decodes, candidate.decode, self.slots)
         prefill = (
-            self._instance(candidate, candidate.prefill, max(8, self.slots // 8))
+            self._instance(candidate, self.site, candidate.prefill, max(8, self.slots // 8))
             if candidate.prefill
             else InstanceConfig()
         )
@@ -148,8 +148,10 @@ class FleetMaker:
             prefix=PrefixConfig(reuse=self.reuse),
         )
 
-    def _instance(self, candidate: Candidate, layout: Layout, slots: int) -> InstanceConfig:
-        model = self.site.cost_model(self.geometry, layout, self.dtype)
+    def _instance(
+        self, candidate: Candidate, site: Site, layout: Layout, slots: int
+    ) -> InstanceConfig:
+        model = site.cost_model(self.geometry, layout, self.dtype)
         room = model.kv_tokens_per_rank(ACTIVATIONS)
         return InstanceConfig(
             layout=layout,
@@ -161,5 +163,5 @@ class FleetMaker:
             gather_steps=candidate.gather_steps,
             layer_groups=min(LAYER_GROUPS, self.geometry.layers),
             codec=self.codec,
-            hardware=self.hardware,
+            hardware=site.hardware,
         )

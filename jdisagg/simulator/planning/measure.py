@@ -26,6 +26,7 @@ class Task:
       expected: Rate that the stepped cost model found, from which the search starts; 0 if unknown.
       stay_seconds: Expected seconds from arrival to finish of a request near the highest rate; 0 if
         unknown.
+      weight: What the candidate spends (`Site.spent`).
     """
 
     candidate: Candidate
@@ -34,6 +35,7 @@ class Task:
     rival_rate: float = 0.0
     expected: float = 0.0
     stay_seconds: float = 0.0
+    weight: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -115,6 +117,7 @@ class Measurer:
             kv_tokens=task.kv_tokens,
             tokens_per_second=rate * float(self.demand.outputs.mean()),
             short=nearest is not None and nearest.short,
+            weight=task.weight,
         )
 
 

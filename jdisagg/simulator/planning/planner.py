@@ -1,14 +1,14 @@
 """Plans whether to disaggregate, and the number and layout of the instances of each role.
 
-The search has two levels. The first level ranks all candidates with the cost model: by upper bounds
-on their rates (`bounds`), and then by stepping (`ranking`, `stepped`). The second level simulates
-live code. A `Plan` ranks the candidates by their rate per accelerator of the site, idle
+The search has two levels. The first level ranks all candidates by stepping the cost model
+(`ranking`, `stepped`), without those whose ceilings are too low (`bounds`). The second level
+simulates live code. A `Plan` ranks the candidates by their rate per accelerator of the site, idle
 accelerators included, simulated candidates first.
 
 Goals that no candidate can attain are refused before any run (`never`)."""
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,9 +17,18 @@ from jdisagg.config import Mode
 from jdisagg.costs.cost_model import CostModel
 from jdisagg.costs.model_geometry import CostGeometry
 from jdisagg.errors import ConfigError
-from jdisagg.simulator.planning.bounds import SAMPLE, Bounds, Demand, Estimator, Goal, alone_seconds
+from jdisagg.layout.axes import Layout
+from jdisagg.simulator.planning.bounds import (
+    SAMPLE,
+    Bounds,
+    Demand,
+    Goal,
+    RateCeilings,
+    alone_seconds,
+)
 from jdisagg.simulator.planning.candidates import (
     WHOLE_CHUNK,
+    Best,
     Candidate,
     Fitting,
     NothingFits,
@@ -27,6 +36,7 @@ from jdisagg.simulator.planning.candidates import (
     fitting_layouts,
     one_pool,
     short,
+    two_kinds,
     two_pools,
 )
 from jdisagg.simulator.planning.measure import TOLERANCE, Measurer, Task
@@ -43,7 +53,6 @@ from jdisagg.simulator.planning.verdict import (
     Finding,
     Trial,
     error_bars,
-    first_answer,
     headroom,
     no_rate,
     not_simulated,
@@ -87,6 +96,8 @@ class Search:
             if it would be inconclusive otherwise.
         fused: Whether the chunked mode runs a prefill chunk and a decode step as one program, or
             alternates them. Must equal the value of the `runner`.
+        best: What candidates are ranked by: their rates, or rates per dollar or joule of the
+            accelerators that they use.
     """
 
     dtype: str = "bfloat16"
@@ -97,6 +108,7 @@ class Search:
     fused: bool = True
     arrivals: Process = "poisson"
     seed: int = 0
+    best: Best = "rate"
 
     def __post_init__(self) -> None:
         if self.finalists < 1 or self.most_requests < 10:
@@ -143,17 +155,17 @@ class Planner:
     def plan(self, workload: Sequence[Arrival]) -> Plan:
         """Blocks until all simulations have ended. Raises NothingFits, with the reason, if no
         candidate fits or attains the goal at any rate."""
-        fitting, estimator = self._estimated(workload)
+        ceilings = self._ceilings(workload)
         cached = any(item.block_hashes for item in workload)
-        if reason := never(fitting, estimator.demand, self._goal, cached):
+        if reason := never(ceilings, cached):
             raise NothingFits(reason)
-        priced = self._priced(fitting, estimator)
-        self._told.answer(first_answer(priced, self._site))
-        stepper = self._measurer(workload, estimator.demand, self._runners.stepped)
-        told = self._told.progress
-        stepped = ranked_by_stepping(priced, stepper, estimator.rooms, self._spread, told)
+        priced = self._priced(ceilings)
+        if not priced:
+            raise NothingFits("; ".join(self._left_out(ceilings.fitting, priced)))
+        stepper = self._measurer(workload, ceilings.demand, self._runners.stepped)
+        stepped = self._stepped(priced, stepper, ceilings)
         self._told.answer(stepped_answer(stepped))
-        measurer = self._measurer(workload, estimator.demand)
+        measurer = self._measurer(workload, ceilings.demand)
         found = _Found(self._site, self._told)
         kinds = _by_kind(stepped)
         needed = requests_needed(stepped[0]) if stepped else 0
@@ -169,11 +181,11 @@ class Planner:
         best = findings[0]
         if not best.rate:
             raise NothingFits(no_rate(findings, self._goal))
-        left_out = self._left_out(fitting, priced)
+        left_out = self._left_out(ceilings.fitting, priced)
         stay = best.report.latency.mean or 0.0
         source = measurer if simulated else stepper
         below = source.report(best.candidate, HEADROOM * best.rate, stay)
-        said = f"{verdict(findings, estimator, left_out)} {headroom(below)}"
+        said = f"{verdict(findings, ceilings, left_out, self._search.fused)} {headroom(below)}"
         if not simulated:
             said = f"{said} {not_simulated(needed)}"
         if bars := self._error_bars(stepper, stepped, best):
@@ -181,17 +193,54 @@ class Planner:
         findings += self._rows(stepped, found)
         return Plan(tuple(findings), len(priced), said, left_out)
 
+    def stepped(self, workload: Sequence[Arrival]) -> list[Finding]:
+        """Returns the candidates that come near the best of their mode by stepping, best first."""
+        ceilings = self._ceilings(workload)
+        stepper = self._measurer(workload, ceilings.demand, self._runners.stepped)
+        return self._stepped(self._priced(ceilings), stepper, ceilings)
+
+    def stepped_rate(self, finding: Finding, workload: Sequence[Arrival]) -> float:
+        """Returns the rate of a finding's candidate by stepping another workload; 0 if it does not
+        fit."""
+        candidate = finding.candidate
+        try:
+            ceilings = self._ceilings(workload)
+        except NothingFits:
+            return 0.0
+        if candidate.decode not in ceilings.rooms:
+            return 0.0
+        bounds, room = ceilings.bounds(candidate), ceilings.rooms[candidate.decode]
+        stepper = self._measurer(workload, ceilings.demand, self._runners.stepped)
+        found = stepper.measured(Task(candidate, bounds, room, expected=finding.rate))
+        return found.rate if found else 0.0
+
+    def _stepped(
+        self, priced: Sequence[tuple[Candidate, Bounds]], stepper: Measurer, ceilings: RateCeilings
+    ) -> list[Finding]:
+        told = self._told.progress
+        return ranked_by_stepping(priced, stepper, ceilings.rooms, self._spread, told, self._weight)
+
+    def _weight(self, candidate: Candidate) -> float:
+        weight = self._site.spent(candidate, self._search.best)
+        if not weight:
+            what = "price" if self._search.best == "dollars" else "power"
+            raise ConfigError(
+                f"planner: best={self._search.best} needs the {what} of {self._site.text}; give"
+                " --pool=NAME:COUNT@DOLLARS_PER_HOUR, or a hardware file with `watts`"
+            )
+        return weight
+
     def _simulate(
         self, measurer: Measurer, kinds: Sequence[Sequence[Finding]], found: "_Found"
     ) -> None:
         leaders = [_task(kind[0], expected=True) for kind in kinds]
         self._measure(measurer, leaders, found)
         while tasks := [
-            _task(item, rival=found.best(kind))
+            _task(item, rival=found.best(kind) * item.weight)
             for kind in kinds
             for item in kind
             if item.candidate not in found.tried
-            and item.rate > min((1 - TIE) * kind[0].rate, (1 + TOLERANCE) * found.best(kind))
+            and item.value > min((1 - TIE) * kind[0].value, (1 + TOLERANCE) * found.best(kind))
         ]:
             self._measure(measurer, tasks, found)
 
@@ -209,20 +258,20 @@ class Planner:
             of_mode = [item for item in stepped if item.candidate.mode is mode and item.rate]
             best = _layouts_once(of_mode)[: self._search.finalists]
             rows += [item for item in best if item.candidate not in found.tried]
-        return sorted(rows, key=lambda item: -item.rate)
+        return sorted(rows, key=lambda item: -item.value)
 
     def beating(self, workload: Sequence[Arrival], rate: float) -> tuple[list[Finding], int]:
         """Simulates every candidate of every mode, to check the result of `plan`.
 
         Returns the number of candidates and, best first, the findings of the candidates whose rate
         exceeds (1 + TOLERANCE) x `rate`."""
-        fitting, estimator = self._estimated(workload)
+        ceilings = self._ceilings(workload)
         tasks = [
-            Task(candidate, limits, estimator.rooms[candidate.decode], rate)
-            for candidate, limits in self._priced(fitting, estimator)
+            Task(candidate, limits, ceilings.rooms[candidate.decode], rate)
+            for candidate, limits in self._priced(ceilings)
         ]
         found = _Found(self._site, self._told)
-        self._measure(self._measurer(workload, estimator.demand), tasks, found)
+        self._measure(self._measurer(workload, ceilings.demand), tasks, found)
         return found.ranked, len(tasks)
 
     def _measure(self, measurer: Measurer, tasks: Sequence[Task], found: "_Found") -> None:
@@ -230,22 +279,24 @@ class Planner:
             found.came(tasks[index], finding)
             self._told.progress(found.text, found.count, found.count + len(tasks) - done)
 
-    def _estimated(self, workload: Sequence[Arrival]) -> tuple[list[Fitting], Estimator]:
+    def _ceilings(self, workload: Sequence[Arrival]) -> RateCeilings:
         demand, site, search = Demand.of(workload), self._site, self._search
-        fitting = fitting_layouts(self._geometry, site, demand.longest_tokens, search.dtype)
-        return fitting, Estimator(site, demand, self._goal, fitting, search.codec, search.fused)
+        fitting, decoding = (
+            fitting_layouts(self._geometry, one, demand.longest_tokens, search.dtype) if one else []
+            for one in (site, site.decoding)
+        )
+        return RateCeilings(site, demand, self._goal, fitting, search.codec, decoding, search.fused)
 
-    def _priced(
-        self, fitting: list[Fitting], estimator: Estimator
-    ) -> list[tuple[Candidate, Bounds]]:
-        listed = [*one_pool(fitting, self._site, self._search.modes)]
-        listed += two_pools(fitting, self._site) if Mode.DISAGGREGATED in self._search.modes else ()
-        priced: list[tuple[Candidate, Bounds]] = []
-        for index, candidate in enumerate(listed):
-            if index % 50 == 0:
-                self._told.progress(f"{len(listed)} candidates by arithmetic", index, len(listed))
-            priced.append((candidate, estimator.bounds(candidate)))
-        return sorted(priced, key=lambda item: -item[1].rate)
+    def _priced(self, ceilings: RateCeilings) -> list[tuple[Candidate, Bounds]]:
+        fitting, site, modes = ceilings.fitting, self._site, self._search.modes
+        listed: list[Candidate] = []
+        if site.decoding is None:
+            listed += one_pool(fitting, site, modes)
+            listed += two_pools(fitting, site) if Mode.DISAGGREGATED in modes else ()
+        elif Mode.DISAGGREGATED in modes:
+            listed += two_kinds(fitting, ceilings.decoding, site, self._search.best)
+        priced = [(candidate, ceilings.bounds(candidate)) for candidate in listed]
+        return sorted(priced, key=lambda item: -item[1].rate / self._weight(item[0]))
 
     def _left_out(
         self, fitting: list[Fitting], priced: Sequence[tuple[Candidate, Bounds]]
@@ -266,7 +317,7 @@ class Planner:
             self._goal,
             workload,
             demand,
-            self._site.accelerators,
+            self._site.devices,
             runner or self._runners.simulated,
             min(2 * search.most_requests, STEPPED_REQUESTS)
             if runner is self._runners.stepped
@@ -311,15 +362,15 @@ class _Found:
 
     def best(self, among: Sequence[Finding]) -> float:
         wanted = {item.candidate for item in among}
-        rates = [item.rate for item in self._findings.values() if item.candidate in wanted]
-        return max(rates, default=0.0)
+        values = [item.value for item in self._findings.values() if item.candidate in wanted]
+        return max(values, default=0.0)
 
     @property
     def ranked(self) -> list[Finding]:
         return sorted(
             self._findings.values(),
             key=lambda item: (
-                -item.per_accelerator,
+                -item.value,
                 item.candidate.mode is Mode.DISAGGREGATED,
                 -item.bounds.rate,
                 item.candidate.name,
@@ -346,30 +397,33 @@ def _layouts_once(ranked: Sequence[Finding]) -> list[Finding]:
 
 def _task(item: Finding, rival: float = 0.0, *, expected: bool = False) -> Task:
     rate, stay = item.rate if expected else 0.0, item.report.latency.mean or 0.0
-    return Task(item.candidate, item.bounds, item.kv_tokens, rival, rate, stay)
+    return Task(item.candidate, item.bounds, item.kv_tokens, rival, rate, stay, item.weight)
 
 
 # ---- unattainable goals
 
 
-def never(fitting: Sequence[Fitting], demand: Demand, goal: Goal, cached: bool) -> str:
+def never(ceilings: RateCeilings, cached: bool) -> str:
     """Checks whether the goal is impossible even without load. Returns the reason why no layout can
     attain it, or "" if a layout may. `cached`: whether prompts may be in the prefix cache. If True,
     TTFT is not checked."""
+    demand, goal = ceilings.demand, ceilings.goal
     wanted = goal.attainment - 1 / SAMPLE  # resolution of the sample
     prompts, steps = demand.sample_prompts, demand.sample_outputs - 1
     reasons = []
-    if not cached and (found := _missed(fitting, prompts, _first, goal.ttft_seconds, wanted)):
+    if not cached and (
+        found := _missed(ceilings.models, prompts, _first, goal.ttft_seconds, wanted)
+    ):
         seconds, layout, tokens = found
         reasons.append(
             f"a prompt of {tokens:,} tokens takes {1e3 * seconds:.3g} ms to its first token on"
             f" {layout}, the fastest layout"
         )
-    decoding = prompts[steps > 0]
-    part = len(decoding) / len(prompts)
+    decoded = prompts[steps > 0]
+    part = len(decoded) / len(prompts)
     # Requests of one output token always meet the TPOT limit.
     needed = 1 - (1 - wanted) / part if part else 0.0
-    if part and (found := _missed(fitting, decoding, _step, goal.tpot_seconds, needed)):
+    if part and (found := _missed(ceilings.decodes, decoded, _step, goal.tpot_seconds, needed)):
         seconds, layout, tokens = found
         reasons.append(
             f"a decode step of one sequence of {tokens:,} tokens takes {1e3 * seconds:.3g} ms on"
@@ -385,7 +439,7 @@ def never(fitting: Sequence[Fitting], demand: Demand, goal: Goal, cached: bool) 
 
 
 def _missed(
-    fitting: Sequence[Fitting],
+    models: Mapping[Layout, CostModel],
     prompts: np.ndarray,
     seconds_of: Callable[[CostModel, int], float],
     limit: float,
@@ -394,9 +448,10 @@ def _missed(
     at = min(len(prompts) - 1, max(0, int(np.ceil(wanted * len(prompts))) - 1))
     tokens = int(np.sort(prompts)[at])
     # Seconds increase with length: if this prompt meets the limit, so do all shorter ones.
-    best = min(fitting, key=lambda item: seconds_of(item.model, tokens))
-    seconds = seconds_of(best.model, tokens)
-    return (seconds, short(best.layout), tokens) if seconds > limit else None
+    seconds_by_layout = {layout: seconds_of(model, tokens) for layout, model in models.items()}
+    best = min(seconds_by_layout, key=seconds_by_layout.__getitem__)
+    seconds = seconds_by_layout[best]
+    return (seconds, short(best), tokens) if seconds > limit else None
 
 
 def _first(model: CostModel, tokens: int) -> float:

@@ -1,6 +1,7 @@
 """First level of the planner's search: ranks all candidates by stepping the cost model.
 
-Candidates are stepped in the order of their bounds, highest first. Candidates are of the same kind
+Candidates are stepped in the order of their ceilings, highest first. With an objective other than
+the rate, ceilings and rates are divided by what a candidate spends. Candidates are of the same kind
 if they have the same mode and if both or neither have pipeline stages. A candidate is dropped after
 one trial if it does not reach nearly the best rate of its kind so far. It is also dropped if an
 earlier candidate has the same layouts and a rate at least as high."""
@@ -39,6 +40,7 @@ def ranked_by_stepping(
     rooms: Mapping[Layout, int],
     spread: Spread,
     progress: Callable[[str, int, int], None],
+    weigh: Callable[[Candidate], float],
 ) -> list[Finding]:
     # Bounds ignore cached prefixes, so that they bound nothing if there are any.
     hopeless = 0.0 if any(item.block_hashes for item in measurer.workload) else HOPELESS
@@ -58,11 +60,12 @@ def ranked_by_stepping(
                     candidate,
                     bounds,
                     rooms[candidate.decode],
-                    max(KEPT * rival, best.get(_layouts(candidate), 0.0)),
+                    max(KEPT * rival, best.get(_layouts(candidate), 0.0)) * weight,
                     stay_seconds=stay,
+                    weight=weight,
                 )
                 for candidate, bounds in taken
-                if bounds.rate >= hopeless * rival
+                if bounds.rate >= hopeless * rival * (weight := weigh(candidate))
             ]
         for _, finding in spread(measurer, tasks) if tasks else ():
             done += 1
@@ -70,14 +73,14 @@ def ranked_by_stepping(
             if finding is None:
                 continue
             for group in (_kind(finding.candidate), _layouts(finding.candidate)):
-                best[group] = max(best.get(group, 0.0), finding.rate)
+                best[group] = max(best.get(group, 0.0), finding.value)
             found.append(replace(finding, simulated=False))
-    return sorted(found, key=lambda item: (-item.rate, -item.bounds.rate, str(item.candidate)))
+    return sorted(found, key=lambda item: (-item.value, -item.bounds.rate, str(item.candidate)))
 
 
 def _stay_of_best(found: Sequence[Finding], kind: Kind) -> float:
     alike = [item for item in found if _kind(item.candidate) == kind]
-    best = max(alike, key=lambda item: (item.rate, str(item.candidate)), default=None)
+    best = max(alike, key=lambda item: (item.value, str(item.candidate)), default=None)
     return (best.report.latency.mean or 0.0) if best else 0.0
 
 
@@ -93,9 +96,9 @@ def resolved(measurer: Measurer, ranked: Sequence[Finding]) -> list[Finding]:
     """Determines the rates of the best findings more exactly and returns all findings in the new
     order. Findings that may have the highest stepped rate get a rate that is exact within
     RESOLUTION."""
-    near = [item for item in ranked if item.rate * (1 + TOLERANCE) >= ranked[0].rate]
+    near = [item for item in ranked if item.value * (1 + TOLERANCE) >= ranked[0].value]
     finer = [replace(item, rate=_finer(measurer, item)) for item in near]
-    return [*sorted(finer, key=lambda item: -item.rate), *ranked[len(near) :]]
+    return [*sorted(finer, key=lambda item: -item.value), *ranked[len(near) :]]
 
 
 def _finer(measurer: Measurer, found: Finding) -> float:

@@ -13,7 +13,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from jdisagg.config import Mode
+from jdisagg.costs.exposed import exposed_seconds
 from jdisagg.costs.hardware import Link
+from jdisagg.router.placement import most_queued_seconds
 from jdisagg.simulator.fleet import Fleet, Pool
 from jdisagg.simulator.planning.candidates import Candidate, Site, handoff_path
 from jdisagg.simulator.planning.stepped_instances import Chunk, Instance, SteppedRequest
@@ -110,13 +112,8 @@ class SteppedRun:
         self._waiting: deque[SteppedRequest] = deque()
         limits = fleet.limits_of(fleet.prefill or fleet.decode)
         chunk = limits.chunk_buckets[-1]
-        seconds = self._sent.prefill(((chunk, 0),))[1] / chunk
-        self._hold_tokens = fleet.routing.hold_seconds / seconds * limits.ranks
-        # With several ranks, some chunks and a prompt for each rank are allowed in addition.
-        self._other_ranks, self._chunks = limits.ranks - 1, 0
-        if self._other_ranks:
-            self._hold_tokens = max(self._hold_tokens, chunk * limits.ranks)
-            self._chunks = 2 * chunk * limits.ranks
+        self._ranks, self._chunk_seconds = limits.ranks, self._sent.prefill(((chunk, 0),))[1]
+        self._seconds_per_token = self._chunk_seconds / chunk
         self._caches = self._prefix_caches() if fleet.prefix.reuse else []
         # Ends of commands have a version, arrivals of KV a request.
         self._events: list[tuple[float, int, int, int, SteppedRequest | None]] = []
@@ -128,7 +125,8 @@ class SteppedRun:
 
     def _instances(self, pool: Pool, costs: StepCosts) -> list[Instance]:
         fleet, limits = self._fleet, self._fleet.limits_of(pool)
-        return [Instance(limits, costs, fleet.fused) for _ in range(pool.count)]
+        growth = pool.instance.growth_tokens
+        return [Instance(limits, costs, growth, fleet.fused) for _ in range(pool.count)]
 
     def _prefix_caches(self) -> list[PrefixCache]:
         limits = self._fleet.limits_of(self._fleet.prefill or self._fleet.decode)
@@ -183,9 +181,8 @@ class SteppedRun:
             work = [queued - known for queued, known in zip(work, cached, strict=True)]
         if self._prefills:
             first = min(range(len(work)), key=work.__getitem__)
-            alike = self._other_ranks * (request.prompt - (cached[first] if cached else 0))
-            if work[first] > self._hold_tokens + max(self._chunks, alike):
-                return False  # the router holds requests while all prefill workers have work
+            if self._held(work[first], request.prompt - (cached[first] if cached else 0)):
+                return False
             order = sorted(range(len(loads)), key=loads.__getitem__)
         else:
             order = sorted(range(len(loads)), key=lambda one: (work[one], loads[one]))
@@ -203,6 +200,12 @@ class SteppedRun:
         queues.add(request, queues.shortest() if self._prefills else request.rank)
         self._go_on(first)
         return True
+
+    def _held(self, queued_tokens: int, prompt_tokens: int) -> bool:
+        each = self._seconds_per_token
+        hold = self._fleet.routing.hold_seconds
+        most = most_queued_seconds(hold, self._ranks, self._chunk_seconds, prompt_tokens * each)
+        return queued_tokens * each / self._ranks > most
 
     # ---- commands
 
@@ -235,8 +238,8 @@ class SteppedRun:
             start = max(head_at, self._out_free[index], self._in_free[decode])
             self._out_free[index] = self._in_free[decode] = start + size / (rate * path.links)
             alone = size / (rate * path.lanes)
-            arrives = max(start + alone, ready + alone / overlap) + path.link.latency_seconds
-            request.received = max(request.received, arrives)
+            exposed = exposed_seconds(alone, ready - self._now, overlap, start - head_at)
+            request.received = max(request.received, ready + exposed + path.link.latency_seconds)
 
     def _receive(self, request: SteppedRequest) -> None:
         if request.output < 2:

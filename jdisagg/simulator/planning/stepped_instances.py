@@ -5,15 +5,17 @@ An instance runs one command at a time: a prefill chunk, a span of decode steps,
 step together (`fused`). The dp rank with the most work determines the duration. A span ends when
 its first sequence ends, or two steps after a request waits to join, as in the live loop."""
 
+import functools
 import heapq
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from jdisagg.scheduler.executor import MeshLimits
+from jdisagg.scheduler.prefill_batches import gathers
+from jdisagg.scheduler.step_policy import Action, StepSnapshot, next_step
+from jdisagg.simulator.executor import SimulatedExecutor
 from jdisagg.simulator.step_costs import Pace, StepCosts
-
-RUN_AHEAD = 1  # steps between the running step and the first step that a request can join
 
 
 @dataclass(slots=True)
@@ -34,6 +36,10 @@ class SteppedRequest:
     first: float = -1.0
     received: float = 0.0
     rank: int = 0
+
+    @property
+    def begun(self) -> bool:
+        return self.left < self.prompt - self.cached
 
 
 @dataclass(slots=True)
@@ -73,8 +79,7 @@ class PromptQueues:
 
     @property
     def gathers(self) -> bool:
-        prompts = (one for queue in self._queues for one in queue)
-        return not self.all_ranks and all(one.left == one.prompt - one.cached for one in prompts)
+        return gathers(self._queues)
 
     def take(self) -> Chunk:
         """On each rank it has the oldest prompts, up to the chunk's number of tokens. The last
@@ -200,9 +205,11 @@ class Instance:
         pipeline stage.
     """
 
-    def __init__(self, limits: MeshLimits, costs: StepCosts, fused: bool) -> None:
+    def __init__(
+        self, limits: MeshLimits, costs: StepCosts, growth_tokens: int, fused: bool
+    ) -> None:
         self.queues = PromptQueues(limits, limits.pack_tokens or limits.chunk_buckets[-1])
-        self.batch = DecodeBatch(limits, growth_tokens=256)
+        self.batch = DecodeBatch(limits, growth_tokens)
         self.joining: list[SteppedRequest] = []
         self.ends_at: float | None = None
         self.sampled_at = 0.0
@@ -232,19 +239,19 @@ class Instance:
         for request in self.joining:
             self.batch.join(request)
         self.joining.clear()
-        prompts, running = self.queues.count, self.batch.running
-        steps_turn = self._alternates and self._prefilled_last and running
-        gathers = self._waited < self._most_waited and prompts and self._gathers()
-        if (prompts or self._issued) and not steps_turn and not gathers:
-            self._begin_chunk(now)
-        elif running:
-            self._begin_span(now)
-        else:
+        prompts, running = bool(self.queues.count or self._issued), bool(self.batch.running)
+        if not prompts and not running:
             return False
+        turn = self._alternates and self._prefilled_last
+        if _begins_chunk(prompts, prompts and self._gathering(), turn, running, self._fused):
+            self._begin_chunk(now)
+        else:
+            self._begin_span(now)
         return True
 
-    def _gathers(self) -> bool:
-        return self.queues.gathers and all(self.batch.counts)
+    def _gathering(self) -> bool:
+        waits = self._waited < self._most_waited and self.queues.count
+        return bool(waits) and all(self.batch.counts) and self.queues.gathers
 
     def _begin_chunk(self, now: float) -> None:
         self._waited = 0
@@ -298,7 +305,7 @@ class Instance:
         span = self._span
         if span is None or self.chunk is not None or self.ends_at is None:
             return False
-        steps = max(1, span.pace.steps_begun(now - span.start)) + RUN_AHEAD
+        steps = span.pace.boundary(now - span.start, SimulatedExecutor.run_ahead)
         if steps >= span.steps:
             return False
         span.steps = steps
@@ -325,6 +332,26 @@ class Instance:
             self._in_chunks -= sum(self.chunk.tokens)
             self.chunk = None
         return done
+
+
+@functools.cache
+def _begins_chunk(
+    prompts: bool, gathering: bool, steps_turn: bool, running: bool, mixes: bool
+) -> bool:
+    """Asks the live policy whether the mesh takes a chunk next, alone or with a step."""
+    decision = next_step(
+        StepSnapshot(
+            interruptible=True,
+            prompts_queued=prompts,
+            gathering=gathering,
+            steps_turn=steps_turn,
+            decode_runnable=running,
+            mixes=mixes,
+            step_seconds=1.0,
+            mixed_seconds=((1, 1.0),),  # every chunk has the size that is planned
+        )
+    )
+    return decision.action in (Action.PREFILL, Action.MIXED)
 
 
 def _fullest(chunk: Chunk) -> set[int]:

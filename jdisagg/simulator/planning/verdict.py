@@ -8,10 +8,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from jdisagg.config import Mode
-from jdisagg.simulator.planning.bounds import Bounds, Estimator, Goal
-from jdisagg.simulator.planning.candidates import Candidate, Site, short
+from jdisagg.simulator.planning.bounds import Bounds, Goal, RateCeilings
+from jdisagg.simulator.planning.candidates import Candidate, short
 from jdisagg.simulator.report import Report
 
+NEAR = 0.7  # fraction of a ceiling from which on its resource is named as the cause
 HEADROOM = 0.8  # fraction of the highest rate at which the verdict reports latencies
 FUSED = "Chunked prefill is priced as a chunk and a decode step in one program."
 TURNS = (
@@ -64,7 +65,7 @@ class Finding:
       kv_share: Mean fraction of the decode instances' KV memory that requests hold at `rate`.
       short: Whether there were too few arrivals to decide if a higher rate is possible. simulated:
         Whether the rate was found by simulating live code. If False, it was found by stepping the
-        cost model.
+        cost model. weight: What the candidate spends (`Site.spent`).
     """
 
     candidate: Candidate
@@ -80,44 +81,27 @@ class Finding:
     tokens_per_second: float
     short: bool = False
     simulated: bool = True
+    weight: float = 1.0
+
+    @property
+    def value(self) -> float:
+        """Rate per unit of what is scarce (`Site.spent`), by which candidates are ranked."""
+        return self.rate / self.weight
 
 
 def binding_limit(trial: Trial, limits: Bounds) -> str:
-    known = dict(limits.limits)
-    tokens = {
-        name: rate
-        for name, rate in known.items()
-        if name in ("TPOT", "compute") or name.startswith(("hand-off", "link"))
-    }
-    first = {
-        name: rate
-        for name, rate in known.items()
-        if name in ("TTFT", "KV memory", "prefill compute", "compute")
-    }
+    """Names the limit that most requests of a failed trial missed, and the resource that causes it
+    if the trial's rate is near the ceiling of one."""
     if trial.short:
         return "too few requests to tell"
     if trial.unfinished > max(trial.late_first, trial.late_tokens):
         return "requests refused or unfinished"
     # In an overload the wait for the first token grows, even if few requests have missed it yet.
-    side, kind = (
-        (tokens, "TPOT")
-        if trial.late_tokens >= trial.late_first and not trial.overload
-        else (first, "TTFT")
-    )
-    name = min(side, key=lambda one: side[one])
-    return kind if name == kind or name == "compute" else f"{kind}, by {name}"
-
-
-def first_answer(priced: Sequence[tuple[Candidate, Bounds]], site: Site) -> str:
-    best: dict[Mode, tuple[Candidate, Bounds]] = {}
-    for item in sorted(priced, key=lambda pair: -pair[1].rate):
-        best.setdefault(item[0].mode, item)
-    lines = [
-        f"  {item.mode.value} {item.name}: up to {bounds.rate / site.accelerators:.3g} requests/s"
-        f" per accelerator, bound by {bounds.binding[0]}"
-        for item, bounds in best.values()
-    ]
-    return "\n".join(["By arithmetic, before simulation:", *lines])
+    kind = "TPOT" if trial.late_tokens >= trial.late_first and not trial.overload else "TTFT"
+    causes = ("hand-off", "link") if kind == "TPOT" else ("prefill", "KV memory", "link")
+    near = [(rate, name) for name, rate in limits.limits if name.startswith(causes)]
+    rate, name = min(near, default=(math.inf, ""))
+    return f"{kind}, by {name}" if trial.rate >= NEAR * rate else kind
 
 
 def stepped_answer(stepped: Sequence[Finding]) -> str:
@@ -128,11 +112,13 @@ def stepped_answer(stepped: Sequence[Finding]) -> str:
     return "\n".join(["By stepping the cost model:", *lines])
 
 
-def verdict(findings: Sequence[Finding], estimator: Estimator, left_out: Sequence[str]) -> str:
-    said = _compared(findings, estimator, left_out)
-    said += _stages(findings, estimator)
+def verdict(
+    findings: Sequence[Finding], ceilings: RateCeilings, left_out: Sequence[str], fused: bool
+) -> str:
+    said = _compared(findings, ceilings, left_out)
+    said += _stages(findings, ceilings)
     if any(item.candidate.mode is Mode.CHUNKED for item in findings):
-        said += f" {FUSED if estimator.fused else TURNS}"
+        said += f" {FUSED if fused else TURNS}"
     if too_few := [
         f"{item.candidate.mode.value} {item.candidate.name}"
         for item in findings
@@ -145,7 +131,7 @@ def verdict(findings: Sequence[Finding], estimator: Estimator, left_out: Sequenc
     return said
 
 
-def _stages(findings: Sequence[Finding], estimator: Estimator) -> str:
+def _stages(findings: Sequence[Finding], ceilings: RateCeilings) -> str:
     two = [item for item in findings if item.candidate.prefill and item.rate]
     staged = next((item for item in two if item.candidate.staged), None)
     plain = next((item for item in two if not item.candidate.staged), None)
@@ -158,20 +144,20 @@ def _stages(findings: Sequence[Finding], estimator: Estimator) -> str:
     )
     if staged.candidate.prefill == plain.candidate.prefill:
         return said
-    tokens = int(estimator.demand.prompt_mean)
+    tokens = int(ceilings.demand.prompt_mean)
     shares = []
     for item in (staged, plain):
         layout = item.candidate.prefill
         assert layout is not None
-        cost = estimator.models[layout].prefill([(tokens, 0)])
+        cost = ceilings.models[layout].prefill([(tokens, 0)])
         shares.append(f"{short(layout)} {100 * cost.communication / cost.seconds:.0f} %")
     return (
         f"{said} Of the prefill of {tokens:,} tokens, {shares[0]} and {shares[1]} is communication"
-        f" over {estimator.site.described.scale_up.name}."
+        f" over {ceilings.site.described.scale_up.name}."
     )
 
 
-def _compared(findings: Sequence[Finding], estimator: Estimator, left_out: Sequence[str]) -> str:
+def _compared(findings: Sequence[Finding], ceilings: RateCeilings, left_out: Sequence[str]) -> str:
     two = next((item for item in findings if item.candidate.prefill), None)
     one = next((item for item in findings if not item.candidate.prefill), None)
     best = findings[0]
@@ -184,14 +170,14 @@ def _compared(findings: Sequence[Finding], estimator: Estimator, left_out: Seque
         )
     if not two.rate:
         never = f"Two pools do not attain the goal at any rate (first to bind: {two.binding})."
-        return f"One pool: {_said(one)}. {never} {_why(one, two, estimator)}".strip()
+        return f"One pool: {_said(one)}. {never} {_why(one, two, ceilings)}".strip()
     if not one.rate:
         return (
             f"Two pools: {_said(two)}. One pool does not attain the goal at any rate (first to"
             f" bind: {one.binding})."
         )
     gain = two.rate / one.rate
-    error = estimator.site.software.engine.step_error
+    error = ceilings.site.software.engine.step_error
     if abs(gain - 1) <= error:
         return (
             f"No clear winner: {_said(two)}; {_said(one)}. Their difference is within the"
@@ -203,7 +189,7 @@ def _compared(findings: Sequence[Finding], estimator: Estimator, left_out: Seque
             f" best of one pool: {_said(one)}, bound by {one.binding}."
         )
     rival = f"best of two pools: {_said(two)}, bound by {two.binding}."
-    why = _why(one, two, estimator)
+    why = _why(one, two, ceilings)
     wins = f"One pool wins by {1 / gain - 1:.0%}, {one.candidate.mode.value}"
     return f"{wins}: {_said(one)}; {rival} {why}".strip()
 
@@ -278,15 +264,15 @@ def _said(finding: Finding) -> str:
     )
 
 
-def _why(one: Finding, two: Finding, estimator: Estimator) -> str:
+def _why(one: Finding, two: Finding, ceilings: RateCeilings) -> str:
     reasons = []
     if "hand-off" in two.binding or "link" in two.binding or two.link_share > 0.8:
         reasons.append("the link is slow for the KV that is transferred")
-    each = float(estimator.prefill_seconds(one.candidate.decode, one.candidate.chunk_tokens).mean())
+    each = float(ceilings.prefill_seconds(one.candidate.decode, one.candidate.chunk_tokens).mean())
     share = one.rate * each / (one.candidate.decode_instances * one.candidate.decode.dp)
     if share < 0.3:
         reasons.append(f"prefill is {share:.0%} of one pool's time and disturbs decode little")
-    idle = estimator.site.accelerators - two.candidate.devices
+    idle = ceilings.site.devices - two.candidate.devices
     if idle:
         reasons.append(f"two pools leave {idle} accelerators idle")
     busy = two.report.utilisation

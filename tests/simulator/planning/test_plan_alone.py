@@ -7,7 +7,7 @@ import pytest
 
 from jdisagg.config import Mode
 from jdisagg.layout.axes import Layout
-from jdisagg.simulator.planning.bounds import Demand, Goal
+from jdisagg.simulator.planning.bounds import Demand, Goal, RateCeilings
 from jdisagg.simulator.planning.candidates import Candidate, NothingFits, Site, fitting_layouts
 from jdisagg.simulator.planning.fleet import FleetMaker
 from jdisagg.simulator.planning.planner import Planner, never
@@ -24,7 +24,8 @@ TTFT, STEP = 0.5, 0.05
 
 def said(goal: Goal, *arrivals: Arrival, cached: bool = False) -> str:
     longest = max(item.prompt_tokens + item.output_tokens for item in arrivals)
-    return never(fitting_layouts(MODEL, SITE, longest), Demand.of(arrivals), goal, cached)
+    fitting = fitting_layouts(MODEL, SITE, longest)
+    return never(RateCeilings(SITE, Demand.of(arrivals), goal, fitting), cached)
 
 
 @pytest.mark.parametrize("tokens", [700, 9000])

@@ -1,4 +1,4 @@
-"""The planner's arithmetic against cases with an answer in closed form."""
+"""What fits, and ceilings on rates, against closed forms and against stepping."""
 
 import math
 
@@ -10,9 +10,10 @@ from jdisagg.costs.hardware import Accelerator, Efficiency, Link, link
 from jdisagg.costs.model_geometry import CostGeometry, GroupedAttention
 from jdisagg.errors import ConfigError
 from jdisagg.layout.axes import Layout
-from jdisagg.simulator.planning.bounds import FULL, HEADROOM, Bounds, Demand, Estimator, Goal
+from jdisagg.simulator.planning.bounds import HEADROOM, Bounds, Demand, Goal, RateCeilings
 from jdisagg.simulator.planning.candidates import (
     Candidate,
+    Fitting,
     NothingFits,
     Site,
     fitting_layouts,
@@ -20,7 +21,10 @@ from jdisagg.simulator.planning.candidates import (
     one_pool,
     two_pools,
 )
-from jdisagg.simulator.workloads import Arrival, Fixed, poisson
+from jdisagg.simulator.planning.fleet import FleetMaker
+from jdisagg.simulator.planning.measure import Measurer, Task
+from jdisagg.simulator.planning.ranking import HOPELESS
+from jdisagg.simulator.workloads import Arrival, Fixed, Mixture, poisson
 from tests.costs.named import (
     DEEPSEEK,
     GB200,
@@ -73,8 +77,8 @@ MODEL = CostGeometry(
 )
 
 
-def estimator(site: Site, demand: Demand, goal: Goal, model: CostGeometry = MODEL) -> Estimator:
-    return Estimator(site, demand, goal, fitting_layouts(model, site, demand.longest_tokens))
+def ceilings(site: Site, demand: Demand, goal: Goal, model: CostGeometry = MODEL) -> RateCeilings:
+    return RateCeilings(site, demand, goal, fitting_layouts(model, site, demand.longest_tokens))
 
 
 def demand(prompt: int, output: int) -> Demand:
@@ -179,38 +183,10 @@ def test_a_hand_off_stays_in_a_domain_where_a_whole_unit_fits_into_one():
 def test_prefill_compute_is_peak_over_the_flop_of_a_prompt():
     site, asked = Site(machine(), 2), demand(2048, 2)
     candidate = Candidate(Mode.DISAGGREGATED, Layout(), 1, prefill=Layout(), prefill_instances=1)
-    limits = dict(estimator(site, asked, Goal(100.0, 100.0)).bounds(candidate).limits)
+    limits = dict(ceilings(site, asked, Goal(100.0, 100.0)).bounds(candidate).limits)
     products = 2 * 2048 * 32 * (4 * 4096 * 4096 + 3 * 4096 * 16384)
     attention = 4 * 4096 * 32 * 2048 * 2049 / 2
     assert limits["prefill compute"] == pytest.approx(1e14 / (products + attention), rel=0.06)
-
-
-def test_a_short_ttft_limit_allows_less_than_a_long_one_and_none_below_the_prefill_itself():
-    site, asked = Site(machine(), 2), demand(2048, 50)
-    candidate = Candidate(Mode.DISAGGREGATED, Layout(), 1, prefill=Layout(), prefill_instances=1)
-    seconds = float(
-        estimator(site, asked, Goal(1, 1)).prefill_seconds(Layout(), candidate.chunk_tokens)[0]
-    )
-    rates = [
-        dict(estimator(site, asked, Goal(seconds * times, 1)).bounds(candidate).limits)["TTFT"]
-        for times in (0.9, 1.5, 3, 30)
-    ]
-    assert rates[0] == 0 and rates == sorted(rates) and rates[1] > 0
-    assert rates[3] == pytest.approx(0.98 / seconds, rel=0.1)
-
-
-def test_the_ttft_limit_of_equal_prompts_is_that_of_the_waiting_time_in_mean():
-    """M/D/1: at the rate found, busy * exp(-left * busy / mean wait) = 1 - attainment, the mean
-    wait by Pollaczek and Khinchine."""
-    site, asked = Site(machine(), 2), demand(2048, 50)
-    candidate = Candidate(Mode.DISAGGREGATED, Layout(), 1, prefill=Layout(), prefill_instances=1)
-    seconds = float(
-        estimator(site, asked, Goal(1, 1)).prefill_seconds(Layout(), candidate.chunk_tokens)[0]
-    )
-    rate = dict(estimator(site, asked, Goal(4 * seconds, 1)).bounds(candidate).limits)["TTFT"]
-    busy = rate * seconds
-    wait = seconds * busy / (2 * (1 - busy))
-    assert busy * math.exp(-3 * seconds * busy / wait) == pytest.approx(0.1, rel=1e-3)
 
 
 def test_answers_of_one_token_have_no_tpot_that_could_bind():
@@ -219,8 +195,7 @@ def test_answers_of_one_token_have_no_tpot_that_could_bind():
     asked, candidate = demand(800, 1), Candidate(Mode.UNIFIED, Layout(), 1)
     site = Site(machine(), 1)
     strict, loose = (
-        dict(estimator(site, asked, Goal(10, tpot)).bounds(candidate).limits)
-        for tpot in (1e-6, 100)
+        dict(ceilings(site, asked, Goal(10, tpot)).bounds(candidate).limits) for tpot in (1e-6, 100)
     )
     assert strict == loose and strict["TPOT"] >= strict["compute"]
 
@@ -230,26 +205,13 @@ def test_kv_memory_bounds_the_batch_and_the_batch_the_rate():
     small, large = (Site(machine(memory_bytes=size), 2) for size in (40e9, 80e9))
     candidate = Candidate(Mode.DISAGGREGATED, Layout(), 1, prefill=Layout(), prefill_instances=1)
     first, second = (
-        dict(estimator(site, asked, Goal(100, 100)).bounds(candidate).limits)["KV memory"]
+        dict(ceilings(site, asked, Goal(100, 100)).bounds(candidate).limits)["KV memory"]
         for site in (small, large)
     )
-    model = estimator(small, asked, Goal(100, 100)).models[Layout()]
-    rooms = model.kv_tokens_per_rank() / (asked.context_mean * 1.1)
+    model = ceilings(small, asked, Goal(100, 100)).models[Layout()]
+    rooms = model.kv_tokens_per_rank() / (asked.context_mean * HEADROOM)
     step = model.decode_of(math.ceil(rooms), rooms * asked.context_mean).seconds
     assert first == pytest.approx(rooms / (400 * step)) and second > first
-
-
-def test_one_pool_slows_its_steps_by_the_share_of_prefill():
-    """At the TPOT limit, step / (1 - rate x prefill) = limit with rate x steps x TPOT sequences
-    under way (Little)."""
-    site, asked = Site(machine(), 1), demand(1000, 201)
-    goal = Goal(100.0, 0.03)
-    made = estimator(site, asked, goal)
-    rate = dict(made.bounds(Candidate(Mode.UNIFIED, Layout(), 1)).limits)["TPOT"]
-    each = float(made.prefill_seconds(Layout(), 8192).mean())
-    count = rate * 200 * 0.03
-    step = made.models[Layout()].decode_of(math.ceil(count), count * asked.context_mean).seconds
-    assert step / (1 - rate * each) == pytest.approx(0.03, rel=0.02)
 
 
 def test_a_slow_link_binds_two_pools_and_its_bound_is_its_speed_over_the_bytes_of_a_prompt():
@@ -260,7 +222,7 @@ def test_a_slow_link_binds_two_pools_and_its_bound_is_its_speed_over_the_bytes_o
     rates = []
     for name in ("infiniband-ndr", "ethernet-100g", "ethernet-10g"):
         site = Site(H100, 8, domain_devices=4, scale_out=link(name))
-        found = estimator(site, asked, Goal(5.0, 0.1), LLAMA_31_70B).bounds(candidate)
+        found = ceilings(site, asked, Goal(5.0, 0.1), LLAMA_31_70B).bounds(candidate)
         speed = link(name).bytes_per_second * link(name).efficiency * 4
         assert dict(found.limits)[f"link {name}"] == pytest.approx(speed / (4000 * 327_680))
         assert found.link_share == pytest.approx(4000 * 327_680 / speed)
@@ -274,14 +236,14 @@ def test_short_answers_over_a_slow_link_are_bound_by_the_hand_off():
     candidate = Candidate(
         Mode.DISAGGREGATED, Layout(tp=4), 1, prefill=Layout(tp=4), prefill_instances=1
     )
-    found = estimator(site, asked, Goal(5.0, 0.05), LLAMA_31_70B).bounds(candidate)
+    found = ceilings(site, asked, Goal(5.0, 0.05), LLAMA_31_70B).bounds(candidate)
     assert found.binding == ("hand-off over ethernet-10g", 0.0)
 
 
 def test_twice_the_instances_carry_twice_as_much():
     asked = Demand.of(poisson(1.0, 300, Fixed(900, 100), seed=3))
     site = Site(H100, 16)
-    made = estimator(site, asked, Goal(1.0, 0.05), LLAMA_70B)
+    made = ceilings(site, asked, Goal(1.0, 0.05), LLAMA_70B)
 
     def found(prefill: int, decode: int) -> Bounds:
         return made.bounds(
@@ -294,10 +256,8 @@ def test_twice_the_instances_carry_twice_as_much():
             )
         )
 
-    for name in ("prefill compute", "TPOT", "KV memory"):
-        assert dict(found(2, 2).limits)[name] == pytest.approx(2 * dict(found(1, 1).limits)[name])
-    # A shared queue is better than two.
-    assert dict(found(2, 1).limits)["TTFT"] > 2.05 * dict(found(1, 1).limits)["TTFT"]
+    twice, once = (dict(found(count, count).limits) for count in (2, 1))
+    assert twice == pytest.approx({name: 2 * rate for name, rate in once.items()})
 
 
 @pytest.mark.parametrize(
@@ -322,14 +282,24 @@ def test_all_dp_ranks_of_a_prefill_instance_wait_for_the_longest_prompt_on_any(
 ):
     site = Site(GB200, 8)
     mixed = Demand.of([Arrival(0, length, 2) for length in lengths] * 64)
-    estimate = estimator(site, mixed, Goal(1e6, 1e6), QWEN_235B)
+    made = ceilings(site, mixed, Goal(1e6, 1e6), QWEN_235B)
     spread, together = Layout(dp=4, ep=4), Layout(tp=4)
-    short, long = (estimate.prefill_seconds(spread, 2048)[at] for at in (0, -1))
-    limits = dict(
-        estimate.bounds(Candidate(Mode.DISAGGREGATED, together, 1, 2048, spread, 1)).limits
-    )
+    short, long = (made.prefill_seconds(spread, 2048)[at] for at in (0, -1))
+    limits = dict(made.bounds(Candidate(Mode.DISAGGREGATED, together, 1, 2048, spread, 1)).limits)
     batch = longest_of_four[0] * short + longest_of_four[1] * long
-    assert limits["prefill compute"] == pytest.approx(FULL * 4 / batch, rel=0.01)
+    assert limits["prefill compute"] == pytest.approx(4 / batch, rel=0.01)
+
+
+def test_one_pool_fills_a_step_with_prompts_up_to_the_limit_on_tpot():
+    """In turns, a step with `tokens` new ones takes its decode step and, if prompts of 1,000 tokens
+    come one at a time, the prefill of one in the part tokens / 1000 of the steps."""
+    site, asked = Site(machine(), 1), demand(1000, 201)
+    made = ceilings(site, asked, Goal(100.0, 0.03))
+    rate = dict(made.bounds(Candidate(Mode.UNIFIED, Layout(), 1)).limits)["TPOT"]
+    each = made.models[Layout()].prefill([(1000, 0)]).seconds
+    count = rate * 200 * 0.03
+    step = made.models[Layout()].decode_of(math.ceil(count), count * asked.context_mean).seconds
+    assert step + rate * 0.03 * each == pytest.approx(0.03, rel=0.02)
 
 
 @pytest.mark.parametrize(("engine", "least", "most"), [("sglang", 32, 64), ("jdisagg", 1, 8)])
@@ -342,8 +312,8 @@ def test_deepseek_on_64_h200_is_decoded_with_wide_expert_parallelism_where_the_e
     site = Site(H200, 64, software=software)
     demand = Demand.of([Arrival(0.0, 2000, 1500)])
     fitting = fitting_layouts(software.shape(DEEPSEEK), site, demand.longest_tokens)
-    estimator = Estimator(site, demand, Goal(5.0, 0.1), fitting)
-    best = max(two_pools(fitting, site), key=lambda item: estimator.bounds(item).rate)
+    made = RateCeilings(site, demand, Goal(5.0, 0.1), fitting)
+    best = max(two_pools(fitting, site), key=lambda item: made.bounds(item).rate)
     assert least <= best.decode.ep <= most
 
 
@@ -366,14 +336,53 @@ def test_stages_are_searched_where_cards_have_pcie_alone_and_for_two_pools_alone
 def test_each_stage_has_a_prompt_or_a_batch_of_its_own() -> None:
     shape, site = LLAMA_70B, Site(L40S, 8)
     demand = Demand.of(poisson(1.0, 50, Fixed(2000, 200), seed=1))
-    estimator = Estimator(site, demand, Goal(60.0, 5.0), fitting_layouts(shape, site, 2200))
+    made = RateCeilings(site, demand, Goal(60.0, 5.0), fitting_layouts(shape, site, 2200))
     staged = Layout(pp=4)
-    limits = dict(
-        estimator.bounds(Candidate(Mode.DISAGGREGATED, staged, 1, 8192, staged, 1)).limits
-    )
-    seconds = float(estimator.prefill_seconds(staged, 8192).mean())
-    assert limits["prefill compute"] == pytest.approx(4 * FULL / seconds)
-    model, context = estimator.models[staged], demand.context_mean
-    rooms = estimator.rooms[staged] / (context * HEADROOM)
+    limits = dict(made.bounds(Candidate(Mode.DISAGGREGATED, staged, 1, 8192, staged, 1)).limits)
+    seconds = float(made.prefill_seconds(staged, 8192).mean())
+    assert limits["prefill compute"] == pytest.approx(4 / seconds)
+    model, context = made.models[staged], demand.context_mean
+    rooms = made.rooms[staged] / (context * HEADROOM)
     step = model.decode_of(math.ceil(rooms / 4), rooms / 4 * context).seconds
     assert limits["KV memory"] == pytest.approx(rooms / (demand.steps_mean * step))
+
+
+@pytest.mark.parametrize(
+    ("link_name", "goal"), [("nvlink4", Goal(1.0, 0.03)), ("ethernet-10g", Goal(0.2, 0.05))]
+)
+def test_no_candidate_that_may_be_best_has_too_low_a_ceiling(link_name: str, goal: Goal) -> None:
+    """Candidates with a ceiling below HOPELESS of the best stepped rate are not stepped."""
+    site = Site(H100, 2, between=link(link_name))
+    workload = poisson(1.0, 100, Mixture(((0.7, Fixed(300, 20)), (0.3, Fixed(2000, 40)))), seed=1)
+    asked, fitting = Demand.of(workload), fitting_layouts(LLAMA_8B, site, 2100)
+    made = RateCeilings(site, asked, goal, fitting)
+    runner = FleetMaker(LLAMA_8B, site).runners.stepped
+    measurer = Measurer(goal, workload, asked, 2, runner, 300)
+    listed = [*one_pool(fitting, site, tuple(Mode)), *two_pools(fitting, site)]
+    for candidate in listed:
+        if candidate.chunk_tokens not in (512, 8192):
+            continue
+        bounds = made.bounds(candidate)
+        found = measurer.measured(Task(candidate, bounds, made.rooms[candidate.decode]))
+        assert found is not None and HOPELESS * found.rate <= bounds.rate, candidate.name
+
+
+def test_layouts_that_cost_the_same_are_one_and_wide_experts_are_candidates_of_one_pool():
+    large, site = QWEN_235B, Site(GB200, 16)
+    fitting = fitting_layouts(large, site, 7000)
+    layouts = [item.layout for item in fitting]
+    assert Layout(tp=4) in layouts and Layout(tp=4, ep=4) not in layouts
+    listed = {item.decode for item in one_pool(fitting, site, (Mode.CHUNKED,))}
+    assert {Layout(dp=2, tp=4, ep=8), Layout(dp=4, tp=2, ep=8)} <= listed
+    costs = [costs_of(item) for item in fitting]
+    assert len(set(costs)) == len(costs)
+
+
+def costs_of(item: Fitting) -> tuple[int, float, float, int]:
+    model = item.model
+    return (
+        item.layout.devices,
+        model.prefill([(700, 0)]).seconds,
+        model.decode([900] * 40).seconds,
+        item.kv_tokens,
+    )

@@ -10,7 +10,7 @@ from jdisagg.costs.cost_model import CostModel
 from jdisagg.costs.engines import Software
 from jdisagg.costs.hardware import link
 from jdisagg.layout.axes import Layout
-from jdisagg.simulator.planning.bounds import Bounds, Demand, Estimator, Goal
+from jdisagg.simulator.planning.bounds import Bounds, Demand, Goal, RateCeilings
 from jdisagg.simulator.planning.candidates import (
     ACTIVATIONS,
     PAGE_TOKENS,
@@ -72,7 +72,7 @@ def test_more_than_the_prefill_can_compute_is_not_carried_however_generous_the_l
     demand, fitting = Demand.of(workload), fitting_layouts(MODEL, site, 801)
     candidate = Candidate(Mode.UNIFIED, Layout(), 1)
     computed = 1 / float(
-        Estimator(site, demand, goal, fitting)
+        RateCeilings(site, demand, goal, fitting)
         .prefill_seconds(Layout(), candidate.chunk_tokens)
         .mean()
     )
@@ -110,8 +110,8 @@ def test_weights_in_fp8_leave_room_for_pages_and_are_configured_so() -> None:
 
 
 def test_what_is_predicted_is_what_is_configured():
-    site = Site(H100, 4)
-    maker = FleetMaker(MODEL, site, codec="int8", hardware="h100", slots=64)
+    site = Site(H100, 4, hardware="h100")
+    maker = FleetMaker(MODEL, site, codec="int8", slots=64)
     candidate = Candidate(Mode.DISAGGREGATED, Layout(tp=2), 1, 4096, Layout(), 2)
     fleet, engine = maker.fleet(candidate), maker.engine(candidate, "DIR", 8192)
     assert fleet.accelerators == candidate.devices == 4
