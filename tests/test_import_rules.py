@@ -22,7 +22,7 @@ PURE = (
     *("assembly", "request", "images", "config", "errors", "json_pointer", "clock", "timeouts"),
     *("token_bucket", "spending", "telemetry", "trace_context", "layout", "grammar", "guide"),
     *("costs", "messages", "chat", "router", "scheduler", "dispatch", "worker", "supervisor"),
-    *("observe", "simulator"),
+    *("observe", "settings", "simulator"),
 )
 WITHOUT_JAX = ("service", "client")
 JAX = {"jax", "jaxlib", "flax", "orbax", "tensorstore", "optax"}

@@ -104,7 +104,7 @@ LLAMA = ("--model=llama-3-8b", "--hardware=h100")
 DRAWN = (*LLAMA, "--mixture=1:100/10")
 # Flags, and what is said of them.
 REFUSED = (
-    ((*DRAWN, "--hit_rate=1"), "--hit_rate=1.0 must be at least 0 and less than 1"),
+    ((*DRAWN, "--hit_rate=1"), "--hit_rate must be in [0, 1), got 1.0"),
     (
         (*LLAMA, "--trace=x.csv", "--shared_tokens=64"),
         "--shared_tokens and --hit_rate describe a --mixture",
