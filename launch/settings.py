@@ -7,6 +7,7 @@ import os
 from collections.abc import Sequence
 from enum import Enum
 from pathlib import Path
+from typing import Any
 
 from jdisagg.address import parse_host_port
 from jdisagg.config import EngineConfig, ObserveConfig
@@ -102,7 +103,7 @@ def elastic_config(given: Given) -> ElasticConfig:
 def observe_config(given: Given) -> ObserveConfig:
     """Returns the settings of metrics, logging and tracing from the flags. Raises ConfigError for a
     value that cannot work."""
-    values = {name: getattr(given, name) for name in OBSERVE}
+    values: dict[str, Any] = {name: getattr(given, name) for name in OBSERVE}
     return ObserveConfig(**values | {"otlp_endpoint": _otlp_endpoint(given)})
 
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import yaml
 
@@ -199,7 +199,8 @@ def worker_config(config: EngineConfig, role: WorkerRole) -> WorkerConfig:
         block_bytes=cut.block_bytes,
         speculate=shared_drafts(config, instance.speculate),
     )
-    values = {form.name: getattr(config, form.name, None) for form in settings_of(WorkerConfig)}
+    names = [form.name for form in settings_of(WorkerConfig)]
+    values: dict[str, Any] = {name: getattr(config, name, None) for name in names}
     return WorkerConfig(**values | {"mode": mode, "instance": instance})
 
 
