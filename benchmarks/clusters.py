@@ -59,6 +59,11 @@ def _child(page: str, said: str, arguments: tuple[str, ...]) -> Iterator[str]:
             child.wait(timeout=60)
 
 
+def pid_of(address: str) -> int:
+    """Returns the process id of the command at `address`."""
+    return _pids[address]
+
+
 def processor_seconds(address: str) -> float:
     """Returns the processor seconds that the command at `address` has used, without those of its
     child processes."""

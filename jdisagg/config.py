@@ -90,7 +90,8 @@ class InstanceConfig(Settings):
             memory.
         slots_per_rank: Number of sequences that each dp rank decodes at the same time.
         chunk_tokens: Largest packed prefill chunk of a dp rank, in tokens, a multiple of 16. Others
-            are its half and its quarter, unless they are below `min_chunk_tokens`.
+            are its half and its quarter, unless they are below `min_chunk_tokens`. In mode unified,
+            chunks of one prompt have up to four times this size, at most the context.
         min_chunk_tokens: Size of the smallest prefill chunk, in tokens.
         gather_steps: Decode steps for which prompts wait on one mesh, until each dp rank has one. A
             chunk with prompts of all ranks costs little more than one with a single prompt.

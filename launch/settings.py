@@ -104,7 +104,8 @@ def observe_config(given: Given) -> ObserveConfig:
     """Returns the settings of metrics, logging and tracing from the flags. Raises ConfigError for a
     value that cannot work."""
     values: dict[str, Any] = {name: getattr(given, name) for name in OBSERVE}
-    return ObserveConfig(**values | {"otlp_endpoint": _otlp_endpoint(given)})
+    values["otlp_endpoint"] = _otlp_endpoint(given)
+    return ObserveConfig(**values)
 
 
 def _otlp_endpoint(given: Given) -> str:

@@ -2,14 +2,14 @@
 
     python -m benchmarks.device_day PART --out=DIR [--small] [--minutes=8]
 
-Parts, in order of importance: probe (machine, measured ceilings, kinds of shared memory that the
-driver supports), kernels (each op against the same op in float32), decode and prefill (the
-executor's own programs), handoff (KV between two processes on one device), tests (tests that need
-one device), serve (over gRPC, unified and split on one device; on TPUs, rows that share a chip are
-skipped, because a chip belongs to one process). `all` runs each part in a separate process.
-DIR/PART.json is written after each row. A row that fails is stored with its error. No row starts
-after the part's minutes are over. A table is printed at the end. Compiled programs are kept in
-DIR/xla, or in --programs.
+Parts, in the order of what they unblock: serve (over gRPC: start, streams, cache hit, restart, and
+split on one device; on TPUs, rows that share a chip are skipped: a chip belongs to one process),
+decode and prefill (the executor's own programs), handoff (KV between two processes on one device),
+kernels (each op against the same op in float32), probe (machine, measured ceilings, kinds of shared
+memory that the driver supports), tests (tests that need one device). `all` runs each part in a
+separate process; with the parts' own limits it takes 15 minutes. DIR/PART.json is written after
+each row. A row that fails is stored with its error. No row starts after the part's minutes are
+over. A table is printed at the end. Compiled programs are kept in DIR/xla, or in --programs.
 
 --small runs the same rows on the CPU with small sizes, so that a test finds code that no longer
 works. Its figures have no meaning."""
@@ -21,7 +21,16 @@ import subprocess
 import sys
 from pathlib import Path
 
-PARTS = ("probe", "kernels", "decode", "prefill", "handoff", "tests", "serve")
+MINUTES = {  # after which no row of a part is begun
+    "serve": 5.0,
+    "decode": 2.0,
+    "prefill": 1.5,
+    "handoff": 1.5,
+    "kernels": 2.0,
+    "probe": 1.0,
+    "tests": 2.0,
+}
+PARTS = tuple(MINUTES)
 
 
 def main() -> int:
@@ -30,14 +39,17 @@ def main() -> int:
     parser.add_argument("part", choices=(*PARTS, "all"))
     parser.add_argument("--out", type=Path, required=True, help="Folder of the results.")
     parser.add_argument("--small", action="store_true", help="On the CPU, in small sizes.")
-    parser.add_argument("--minutes", type=float, default=8.0, help="After which no row is begun.")
+    parser.add_argument(
+        "--minutes", type=float, help="After which no row is begun; without: the part's own."
+    )
     parser.add_argument("--programs", help="Folder of compiled programs; without: DIR/xla.")
     parser.add_argument("--only", default="", help="Regular expression of the rows to run.")
     given = parser.parse_args()
     if given.part == "all":
         return max(_alone(part, sys.argv[1:]) for part in PARTS)
     programs = given.programs or str(given.out / "xla")
-    limits = (60 * given.minutes, given.only)
+    minutes = MINUTES[given.part] if given.minutes is None else given.minutes
+    limits = (60 * minutes, given.only)
     return _run(given.part, given.out, given.small, *limits, programs)
 
 

@@ -1,38 +1,77 @@
-"""Measures serving over gRPC on one device: `jdisagg serve` in unified mode with 1, 32 and 128
-streams, and a cluster of one prefill and one decode worker. The cluster's greedy tokens must equal
-those of the unified mode."""
+"""Measures serving over gRPC on one device: the start of `jdisagg serve` in unified mode, 1, 20 and
+128 streams, a long prompt and its cache hit, a start after SIGKILL with the programs on disk, and a
+cluster of one prefill and one decode worker. The greedy texts after the restart and of the cluster
+must equal those of the first server."""
 
 import asyncio
+import contextlib
+import os
+import signal
 import statistics
 import time
 
-from benchmarks.clusters import cluster, ready, server
+from benchmarks.clusters import cluster, pid_of, ready, server
 from benchmarks.device_day.day import Day, Figures
 from jdisagg.client import AsyncClient
 
 PROMPTS = ("Once upon a time", "The little dog", "One day a girl named", "In the garden")
 TOKENS, SMALL_TOKENS = 128, 16
+LONG_PROMPT_TOKENS = 400  # the shipped model has a context of 512
 
 
 def run(day: Day) -> None:
-    counts = (1, 4) if day.small else (1, 32, 128)
-    texts: dict[str, list[str]] = {}
-    day.row("unified", lambda: unified(day, counts, texts))
+    counts = (1, 4) if day.small else (1, 20, 128)
+    slots = f"--slots_per_rank={max(counts)}"
+    texts: list[str] = []
+    with contextlib.ExitStack() as first_server:
+        targets: list[str] = []
+
+        def start() -> Figures:
+            began = time.perf_counter()
+            targets.append(first_server.enter_context(server("--mode=unified", slots)))
+            texts.extend(asyncio.run(answers_of(targets[0])))
+            return {"first answers after s": time.perf_counter() - began}
+
+        day.row("start", start)
+        if targets:
+            day.row("streams", lambda: asyncio.run(under_load(day, targets[0], counts)))
+            day.row("long prompt", lambda: asyncio.run(long_prompt(targets[0])))
+            os.kill(pid_of(targets[0]), signal.SIGKILL)
+    if texts:
+        day.row("restart after a kill", lambda: restart(texts, slots))
     day.row("split on one device", lambda: split(day, texts), shares=True)
 
 
-def unified(day: Day, counts: tuple[int, ...], texts: dict[str, list[str]]) -> Figures:
-    slots = f"--slots_per_rank={max(counts)}"
+def restart(texts: list[str], slots: str) -> Figures:
+    began = time.perf_counter()
     with server("--mode=unified", slots) as target:
-        return asyncio.run(under_load(day, target, counts, texts))
+        check_equal(asyncio.run(answers_of(target)), texts)
+        return {"first answers after s": time.perf_counter() - began}
 
 
-async def under_load(
-    day: Day, target: str, counts: tuple[int, ...], texts: dict[str, list[str]]
-) -> Figures:
+async def answers_of(target: str) -> list[str]:
+    async with ready(target) as client:
+        return await answers(client)
+
+
+async def long_prompt(target: str) -> Figures:
+    """Measures the time to the first token of a long prompt, computed and then from the cache."""
+    async with ready(target) as client:
+        prompt = (await client.tokenize(f"{PROMPTS[0]} " * LONG_PROMPT_TOKENS))[:LONG_PROMPT_TOKENS]
+        seconds = [await first_token_seconds(client, prompt) for _ in range(3)]
+    return {"computed ms": 1e3 * seconds[0], "from the cache ms": 1e3 * min(seconds[1:])}
+
+
+async def first_token_seconds(client: AsyncClient, prompt: tuple[int, ...]) -> float:
+    began = time.perf_counter()
+    async for _ in client.generate(token_ids=prompt, max_tokens=1, temperature=0.0):
+        return time.perf_counter() - began
+    raise AssertionError("a stream without a token")
+
+
+async def under_load(day: Day, target: str, counts: tuple[int, ...]) -> Figures:
     tokens, figures = SMALL_TOKENS if day.small else TOKENS, {}
     async with ready(target) as client:
-        texts["unified"] = await answers(client)
         for count in counts:
             started = time.perf_counter()
             gaps = await asyncio.gather(*[stream(client, n, tokens) for n in range(count)])
@@ -64,17 +103,15 @@ async def answers(client: AsyncClient) -> list[str]:
     ]
 
 
-def split(day: Day, texts: dict[str, list[str]]) -> Figures:
+def split(day: Day, texts: list[str]) -> Figures:
     with cluster(*split_flags(day.small)) as target:
+        check_equal(asyncio.run(answers_of(target)), texts)
+    return {"greedy texts equal": len(texts)}
 
-        async def ask() -> list[str]:
-            async with ready(target) as client:
-                return await answers(client)
 
-        found = asyncio.run(ask())
-    if found != texts.get("unified"):
-        raise AssertionError(f"split: {found}, and on one mesh {texts.get('unified')}")
-    return {"greedy texts equal": len(found)}
+def check_equal(found: list[str], texts: list[str]) -> None:
+    if found != texts:
+        raise AssertionError(f"texts {found}, and of the first server {texts}")
 
 
 def split_flags(small: bool) -> tuple[str, ...]:

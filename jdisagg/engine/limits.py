@@ -282,12 +282,15 @@ def fetched_tokens(role: WorkerRole, prefix: PrefixConfig, page_size: int) -> in
 
 
 def largest_chunk(instance: InstanceConfig, mode: Mode, context_tokens: int) -> int:
-    """Returns the number of tokens in the longest prefill chunk of one dp rank. Unified mode
-    prefills each prompt in one chunk. Short prompts share a chunk of at most `chunk_tokens`,
-    because on a CPU longer chunks exceed the processor's caches and are slower per token."""
+    """Returns the number of tokens in the longest prefill chunk of one dp rank. In unified mode
+    short prompts share a chunk of at most `chunk_tokens`, because on a CPU longer chunks exceed the
+    processor's caches and are slower per token. It is the smallest size, so that a short prompt is
+    not padded to more; longer prompts have chunks of up to four times as many."""
     if mode is not Mode.UNIFIED:
         return instance.chunk_tokens
-    return max(instance.min_chunk_tokens, min(_power_of_two(context_tokens), LARGEST_WHOLE_PREFILL))
+    longest = instance.chunk_tokens << (CHUNK_SIZES - 1)
+    whole = 1 << (context_tokens.bit_length() - 1)
+    return max(instance.min_chunk_tokens, min(longest, whole, LARGEST_WHOLE_PREFILL))
 
 
 def asked_groups(asked: int | None, *pps: int) -> int | None:
@@ -350,7 +353,3 @@ def group_count(token_bytes: int, layers: int, asked: int | None, pp: int) -> in
             + (f", or raise layer_groups={asked}" if asked and asked < layers else "")
         )
     return groups
-
-
-def _power_of_two(number: int) -> int:
-    return 1 << (number - 1).bit_length()

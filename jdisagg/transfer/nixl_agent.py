@@ -20,10 +20,12 @@ Failure modes of NIXL (benchmarks/LOG.md, 2026-11-24) and the countermeasures:
   torch."""
 
 import contextlib
+import ctypes
 import fcntl
 import hashlib
 import importlib
 import ipaddress
+import logging
 import os
 import secrets
 import socket
@@ -45,6 +47,7 @@ _DEVICES_VARIABLE = "UCX_NET_DEVICES"
 _SEGMENT_VARIABLES = ("UCX_TCP_TX_SEG_SIZE", "UCX_TCP_RX_SEG_SIZE")
 _SIOCGIFADDR = 0x8915
 _environment = threading.Lock()
+_log = logging.getLogger(__name__)
 
 
 def nixl_bindings() -> ModuleType:
@@ -91,6 +94,17 @@ def ucx_devices(host: str) -> tuple[str, ...]:
     )
 
 
+def ucx_version() -> str:
+    """Returns the version of the UCX library that NIXL loaded into this process; "" without."""
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    libraries = {line.split(maxsplit=5)[-1] for line in lines if "/libucp" in line}
+    for library in sorted(libraries):
+        version = ctypes.CDLL(library).ucp_get_version_string
+        version.restype = ctypes.c_char_p
+        return version().decode()
+    return ""
+
+
 def _address(host: str) -> str:
     address = numeric(host, "NIXL")
     if ":" in address:
@@ -122,6 +136,9 @@ class NixlAgent:
                     f"NIXL has no UCX backend over devices {self.devices}: {error}; name others in"
                     f" {_DEVICES_VARIABLE}, or serve without NIXL"
                 ) from error
+        _log.info(
+            "NIXL reads host memory over UCX %s, devices %s", ucx_version(), ", ".join(self.devices)
+        )
         self._lock = threading.Lock()
         self._known: dict[bytes, str] = {}
         self._reads: dict[str, set[NixlRead]] = {}

@@ -6,6 +6,7 @@ UCX uses TCP on loopback here, as it does between hosts without RDMA."""
 import dataclasses
 import gc
 import os
+import re
 import signal
 import socket
 import time
@@ -302,6 +303,13 @@ def listening(pid: int) -> list[tuple[str, int]]:
             address, port = fields[1].split(":")
             found.append((socket.inet_ntoa(bytes.fromhex(address)[::-1]), int(port, 16)))
     return found
+
+
+@needs_nixl
+def test_the_log_has_the_version_of_ucx_that_nixl_brings(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO"):
+        NixlAgent("127.0.0.1")
+    assert re.search(r"over UCX [1-9]\d*\.\d+\.\d+, devices lo", caplog.text)
 
 
 def test_without_the_wheel_the_error_says_how_to_install_it(
