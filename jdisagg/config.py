@@ -11,10 +11,10 @@ from typing import Annotated, ClassVar
 
 from msgspec import Meta
 
-from jdisagg.address import check_host
 from jdisagg.errors import ConfigError
 from jdisagg.layout.axes import Layout
 from jdisagg.layout.kv_spec import CODEC_BITS, KEPT_DTYPES, WEIGHT_BITS
+from jdisagg.settings.address import check_host
 from jdisagg.settings.declared import (
     Amount,
     AtMost,
@@ -30,7 +30,7 @@ from jdisagg.settings.declared import (
 )
 from jdisagg.settings.prefix import NO_PREFIX as NO_PREFIX  # re-exported
 from jdisagg.settings.prefix import PrefixConfig as PrefixConfig
-from jdisagg.timeouts import Timeouts
+from jdisagg.settings.timeouts import Timeouts
 
 SPECULATE = ("auto", "mtp", "eagle", "ngram", "off")
 KV_CHANNELS = ("auto", "engine", "nixl")

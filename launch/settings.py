@@ -9,13 +9,13 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from jdisagg.address import parse_host_port
 from jdisagg.config import EngineConfig, ObserveConfig
 from jdisagg.node.accelerators import accelerators_of_host
 from jdisagg.node.gpus import parse_gpus
 from jdisagg.node.recipes import BOTH_SIDES, for_accelerators, load_recipe, of_both_sides
 from jdisagg.router.elastic import ElasticConfig
 from jdisagg.service.internal.connection import Credentials
+from jdisagg.settings.address import parse_host_port
 from jdisagg.settings.declared import assignment, changed
 from launch.flags import FLAGS, OBSERVE, Given
 from launch.shipped import DEFAULT_RECIPE, SHIPPED_MODEL

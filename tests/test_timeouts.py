@@ -6,7 +6,7 @@ import pytest
 
 from jdisagg.config import LimitsConfig
 from jdisagg.errors import ConfigError
-from jdisagg.timeouts import (
+from jdisagg.settings.timeouts import (
     DEFAULT_TIMEOUTS,
     Backoff,
     HandoffTimeouts,

@@ -23,9 +23,9 @@ from jdisagg.messages.worker_status import WorkerStatus
 from jdisagg.node.cluster_plan import ClusterConfig, plan_cluster
 from jdisagg.node.recipes import ClusterShape
 from jdisagg.settings.declared import assignment, changed
+from jdisagg.settings.timeouts import Backoff, ProcessTimeouts
 from jdisagg.supervisor.child_process import Command
 from jdisagg.supervisor.supervisor import GroupSpec, SupervisedGroup
-from jdisagg.timeouts import Backoff, ProcessTimeouts
 from launch.shipped import SHIPPED_MODEL
 from tests import time_scale
 

@@ -11,7 +11,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from jdisagg.address import EVERY_INTERFACE, host_port, is_free
 from jdisagg.config import EngineConfig, ObserveConfig, ServiceConfig
 from jdisagg.errors import ConfigError
 from jdisagg.layout.axes import Layout
@@ -28,6 +27,7 @@ from jdisagg.node.run_files import (
 )
 from jdisagg.node.tpus import chip_environment
 from jdisagg.router.elastic import ElasticConfig
+from jdisagg.settings.address import EVERY_INTERFACE, host_port, is_free
 from jdisagg.supervisor.child_process import Command
 from jdisagg.supervisor.supervisor import GroupSpec
 

@@ -11,11 +11,11 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator
 
-from jdisagg.address import listening_socket
 from jdisagg.config import ObserveConfig
 from jdisagg.observe.metrics import OTHER_METRICS_PORT
 from jdisagg.observe.observer import Observer
 from jdisagg.observe.tracing import otlp_processor
+from jdisagg.settings.address import listening_socket
 
 
 def check_ports(config: ObserveConfig, count: int = 1) -> None:

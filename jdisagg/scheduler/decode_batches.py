@@ -13,7 +13,6 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from jdisagg.config import InstanceConfig
-from jdisagg.images import shift_before
 from jdisagg.messages.step_commands import (
     BROKEN_TOKEN,
     NO_TOKEN,
@@ -25,6 +24,7 @@ from jdisagg.messages.step_commands import (
     SlotAdmit,
     SlotGrow,
 )
+from jdisagg.prompt.images import shift_before
 from jdisagg.request import TokenLogprobs
 from jdisagg.scheduler.decode_state import DecodeState
 from jdisagg.scheduler.handoff import HandoffEvent

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 import msgspec
 
-from jdisagg.images import PromptImage, shift_before, within
 from jdisagg.messages.step_commands import OfferSpec, PrefillChunk, PrefillRow, SampleSpec
+from jdisagg.prompt.images import PromptImage, shift_before, within
 from jdisagg.scheduler.blocks import merged_block, padded, split_blocks
 from jdisagg.scheduler.executor import MeshLimits
 

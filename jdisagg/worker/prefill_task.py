@@ -6,7 +6,7 @@ import asyncio
 from jdisagg.errors import JdisaggError
 from jdisagg.messages.ports import FirstToken, HandoffEnd, Offer, PrefillCall, PrefillReply
 from jdisagg.messages.step_commands import PrefillRow
-from jdisagg.prompt_logprobs import PromptLogprobs
+from jdisagg.prompt.logprobs import PromptLogprobs
 from jdisagg.request import CachedTokens
 from jdisagg.scheduler.prefill_admission import QueuedPrompt
 from jdisagg.scheduler.prefill_batches import PrefillJob

@@ -13,7 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from jdisagg.config import EngineConfig, Mode, PrefixConfig
 from jdisagg.errors import ConfigError
-from jdisagg.images import PromptImage
+from jdisagg.prompt.images import PromptImage
 from jdisagg.request import Adapter, Request
 from jdisagg.scheduler.page_ledger import LedgerError, PageLedger, pages_for
 from jdisagg.scheduler.residency import BlockNames, Chain, Residency, ResidencyTree

@@ -13,7 +13,7 @@ from jdisagg.errors import DeadlineExceededError
 from jdisagg.messages.step_commands import ExtractBlock
 from jdisagg.scheduler.host_blocks import TierRoom
 from jdisagg.scheduler.residency import BlockNames
-from jdisagg.timeouts import HandoffTimeouts, Timeouts
+from jdisagg.settings.timeouts import HandoffTimeouts, Timeouts
 from tests.fakes.cluster import until
 from tests.fakes.fake_executor import Costs
 from tests.worker.conversations import NAMES, SEEDS, Talk, limits, storm
