@@ -113,7 +113,10 @@ class FakePath:
     async def status(self) -> tuple[WorkerStatus, ...]:
         return ()
 
-    async def suspend(self, tenant: str, request_id: str, keep_seconds: float | None) -> None:
+    async def suspend(self, tenant: str, request_id: str) -> None:
+        raise NotImplementedError("no client suspends here")
+
+    def resume(self, tenant: str, request_id: str) -> None:
         raise NotImplementedError("no client suspends here")
 
     def end(self, tenant: str, request_id: str, error: JdisaggError) -> None:

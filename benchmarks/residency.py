@@ -10,9 +10,9 @@ evicted it; the folder is --disk, and what was just written is in the system's f
 decode mesh's cache is cleared each time. The first round only compiles.
 
 --aside measures the time from the resumption of a suspended sequence to its next token, by prompt
-length: on a cluster with host memory for suspended sequences, and on one without, which prefills
-and transfers them again. The two take turns. No other KV is cached. What caches save conversations
-is measured by `benchmarks.conversations`."""
+length: with its blocks in pages, with its blocks in host memory (after another prompt took the
+pages), and without a cache, where all is prefilled and transferred again. What caches save
+conversations is measured by `benchmarks.conversations`."""
 
 import asyncio
 import statistics
@@ -31,7 +31,6 @@ from jdisagg.engine.embedded import EmbeddedCluster
 from jdisagg.executor.program_cache import use_compilation_cache
 from jdisagg.layout.axes import Layout
 from jdisagg.request import Request, SamplingParams
-from jdisagg.worker.decode_worker import DecodeWorker
 from jdisagg.worker.prefill_worker import PrefillWorker
 
 _ROUNDS = flags.DEFINE_integer("rounds", 5, "Measured rounds.")
@@ -48,7 +47,12 @@ class Contender:
     """A cluster with one device per mesh, with or without a prefix cache."""
 
     def __init__(
-        self, reuse: bool, host_gib: float = 0.0, pages: int = 160, disk: str = ""
+        self,
+        reuse: bool,
+        host_gib: float = 0.0,
+        pages: int = 160,
+        disk: str = "",
+        append: int | None = None,
     ) -> None:
         """`disk`: folder of the disk tier, which also serves as the model directory."""
         instance = InstanceConfig(
@@ -69,6 +73,7 @@ class Contender:
                 restores="always",
                 disk_dir=disk and f"{disk}/kv",
                 disk_gib=host_gib if disk else 0.0,
+                append_tokens=append,
             ),
             warm_up=False,
         )
@@ -149,53 +154,63 @@ async def tiers() -> dict[str, object]:
     return figures
 
 
-async def back(one: Contender, prompt: tuple[int, ...]) -> float:
-    """Returns the seconds from the moment when a swapped-out sequence may continue until its next
-    token."""
+async def back(one: Contender, prompt: tuple[int, ...], between: tuple[int, ...] = ()) -> float:
+    """Returns the seconds from the resumption of a suspended sequence until its next token. The
+    prompt `between` is computed while the sequence is suspended."""
     params = SamplingParams(max_tokens=ANSWER, temperature=0.0)
     resumed, waited, tokens = 0.0, 0.0, 0
-    worker = one.cluster._workers[-1]
-    assert isinstance(worker, DecodeWorker)
     async for event in one.cluster.stream(Request("rests", prompt, params)):
         tokens += len(event.token_ids)
         if resumed and not waited:
             waited = time.perf_counter() - resumed
         if tokens >= 4 and not resumed:
-            await one.cluster.suspend("rests", 600.0)
-            while (await worker.status()).running or not worker._spilled.quiet:
+            await one.cluster.suspend("rests")
+            if between:
+                await one.first_token(between)
+            while not one.cluster._workers[-1]._sources.quiet:
                 await asyncio.sleep(0.01)
             resumed = time.perf_counter()
-            await one.cluster.suspend("rests", None)
+            one.cluster.resume("rests")
     return waited
 
 
 async def aside() -> dict[str, object]:
-    spills = Contender(reuse=False, host_gib=1.0)
+    cached = Contender(True, host_gib=1.0, pages=CONTEXT // InstanceConfig.page_size, append=256)
     plain = Contender(reuse=False)
-    both, rng, figures = [spills, plain], np.random.default_rng(0), dict[str, object]()
-    for one in both:
+    rng, figures = np.random.default_rng(0), dict[str, object]()
+    counters = cached.cluster._workers[-1].counters
+
+    def words(count: int) -> tuple[int, ...]:
+        return tuple(rng.integers(3, plain_loop.VOCABULARY, count).tolist())
+
+    for one in (cached, plain):
         await one.cluster.start()
     try:
         for length in LENGTHS:
-            seconds: dict[Contender, list[float]] = {spills: [], plain: []}
+            pages, host, anew = [], [], []
             for number in range(WARM_ROUNDS + _ROUNDS.value):
-                prompt = tuple(rng.integers(3, plain_loop.VOCABULARY, length).tolist())
-                for one in both[:: 1 if number % 2 else -1]:
-                    took = await back(one, prompt)
-                    if number >= WARM_ROUNDS:
-                        seconds[one].append(took)
-            counters = spills.cluster._workers[-1].counters
-            assert counters["spills_restored"] == counters["sequences_spilled"] > 0
-            assert not plain.cluster._workers[-1].counters["sequences_spilled"]
-            medians = [statistics.median(seconds[one]) for one in both]
+                restored = counters["host_tokens_restored"]
+                seconds = [await back(cached, words(length))]
+                assert counters["host_tokens_restored"] == restored
+                seconds.append(await back(cached, words(length), words(CONTEXT - 16)))
+                assert counters["host_tokens_restored"] > restored
+                seconds.append(await back(plain, words(length)))
+                if number >= WARM_ROUNDS:
+                    for kept, second in zip((pages, host, anew), seconds, strict=True):
+                        kept.append(second)
+            medians = [statistics.median(one) for one in (pages, host, anew)]
             print(
-                f"{length} tokens: goes on after {1e3 * medians[0]:.1f} ms from host memory,"
-                f" {1e3 * medians[1]:.1f} computed anew ({medians[1] / medians[0]:.2f} x)",
+                f"{length} tokens: goes on after {1e3 * medians[0]:.1f} ms from pages,"
+                f" {1e3 * medians[1]:.1f} from host memory, {1e3 * medians[2]:.1f} computed anew"
+                f" ({medians[2] / medians[0]:.2f} and {medians[2] / medians[1]:.2f} x)",
                 flush=True,
             )
-            figures[str(length)] = paired(seconds[spills], seconds[plain])
+            figures[str(length)] = {
+                "pages against anew": paired(pages, anew),
+                "host against anew": paired(host, anew),
+            }
     finally:
-        for one in both:
+        for one in (cached, plain):
             await one.cluster.stop()
     return figures
 

@@ -56,7 +56,6 @@ from jdisagg.messages.ports_middleware import through
 from jdisagg.request import Request, SamplingParams
 from jdisagg.router.cluster_state import Description
 from jdisagg.router.corrections import LearnedCorrections
-from jdisagg.scheduler.host_blocks import MOST_WRITING, TierRoom
 from jdisagg.worker.prefill_worker import PrefillWorker
 from models.catalog import read_config
 from models.hf_config import HfConfig
@@ -102,9 +101,7 @@ class ByWay(EmbeddedCluster):
         ports = self.ports = super()._make_ports()
         prefill, decode = self._workers
         assert isinstance(prefill, PrefillWorker)
-        prefill._sources = prefill._find_sources(
-            prefill._kept, lambda _: decode, TierRoom(), MOST_WRITING
-        )
+        prefill._sources = prefill._find_sources(lambda _: decode, decodes=False)
         return ports
 
     def open_ways(self) -> None:

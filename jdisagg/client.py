@@ -227,26 +227,20 @@ class AsyncClient(WeightsCalls):
         reply = await self._unary(self._stub.ListAdapters, pb.ListAdaptersRequest())
         return tuple([Adapter(one.name, one.path, one.digest) for one in reply.adapters])
 
-    async def suspend(
-        self, request_id: str, *, keep_seconds: float | None = None, tenant: str = ""
-    ) -> None:
+    async def suspend(self, request_id: str, *, tenant: str = "") -> None:
         """Suspends a request whose stream is open.
 
         The request's decode slots and KV pages become free for other requests, and its stream
-        pauses until `resume`. The request's deadline does not change. A repeated call has no
-        effect.
+        pauses until `resume`, which recomputes the KV that is no longer in the prefix cache. The
+        request's deadline does not change. A repeated call has no effect.
 
         Args:
             request_id: Id given with the request, or reported by its first event.
-            keep_seconds: Seconds for which the KV stays in host memory, if host memory has room.
-                After this time, `resume` recomputes the KV. None means until the request's
-                deadline.
 
         Raises:
             InvalidRequestError: The server does not stream a request with this id.
-            UnavailableError: A worker did not answer. Try again.
         """
-        request = pb.SuspendRequest(request_id=request_id, tenant=tenant, keep_seconds=keep_seconds)
+        request = pb.SuspendRequest(request_id=request_id, tenant=tenant)
         await self._unary(self._stub.Suspend, request)
 
     async def resume(self, request_id: str, *, tenant: str = "") -> None:

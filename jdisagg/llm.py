@@ -18,11 +18,10 @@ from tqdm import tqdm
 
 from jdisagg.application import load
 from jdisagg.config import EngineConfig
-from jdisagg.dispatch.options import SamplingOptions
 from jdisagg.dispatch.prompts import Prompt
 from jdisagg.errors import ConfigError, JdisaggError, first_error
 from jdisagg.node.deployment import Deployment, prepare_engine
-from jdisagg.request import SamplingParams
+from jdisagg.request import SamplingOptions, SamplingParams
 from jdisagg.service.client.completion import Collector, Completion
 
 Result = TypeVar("Result")

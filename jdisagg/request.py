@@ -8,10 +8,12 @@ Types that users create and receive are dataclasses, which support `dataclasses.
 `asdict`. Types that only processes exchange are `Message` structs (`messages/`)."""
 
 import enum
+import functools
 import json
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Annotated, Any, NamedTuple, TypedDict, get_args, get_origin, get_type_hints
 
 from jdisagg.errors import InvalidRequestError
 from jdisagg.plain import Message, plain
@@ -27,18 +29,11 @@ MAX_EOS_IDS = 16  # of the model itself
 MAX_N = 64
 MAX_SEED = 2**63 - 1
 MAX_GRAMMAR_BYTES = 128 << 10
+MAX_ALLOWED_TOKENS = 16_384
+MAX_BAD_WORDS = 64
+INT32 = 2**31 - 1
 
 Identity = tuple[str, str, int]
-
-
-def _is_number(value: float) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-def _in_range(name: str, value: float, low: float, high: float) -> None:
-    number = value.__class__ in (int, float) or _is_number(value)  # the fast path
-    if not number or not low <= value <= high:
-        raise InvalidRequestError(f"{name} must be in [{low}, {high}], got {value!r}")
 
 
 def foreign_token(token_ids: Sequence[object], vocabulary: int) -> int | None:
@@ -117,63 +112,104 @@ class Grammar:
         return cls(GrammarKind.CHOICE, json.dumps(list(choices), ensure_ascii=False))
 
 
+class Rule(NamedTuple):
+    """Declares a sampling parameter, in the annotation of its field.
+
+    Attributes:
+        help: What the parameter is, for descriptions of the APIs.
+        low, high: Range of a number.
+        above: Whether `low` is outside the range.
+        most: Largest number of entries of a list.
+    """
+
+    help: str
+    low: float | None = None
+    high: float = 0
+    above: bool = False
+    most: int | None = None
+
+    @property
+    def least(self) -> float:
+        low = math.inf if self.low is None else self.low
+        return math.nextafter(low, math.inf) if self.above else low
+
+    def check(self, name: str, value: Any) -> None:
+        """Raises InvalidRequestError for a value out of range. None is not checked."""
+        if self.most is not None:
+            at_most(name, len(value), self.most)
+        if self.low is None or value is None:
+            return
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not number or not self.least <= value <= self.high:
+            span = f"{'(' if self.above else '['}{self.low}, {self.high}]"
+            raise InvalidRequestError(f"{name} must be in {span}, got {value!r}")
+
+
+@functools.cache
+def parameters_of(declared: type) -> dict[str, tuple[Any, Rule]]:
+    """Returns the type and the rule of each sampling parameter that a field of `declared`
+    declares."""
+    return {
+        name: get_args(one)
+        for name, hint in get_type_hints(declared, include_extras=True).items()
+        for one in (hint, *get_args(hint))
+        if get_origin(one) is Annotated
+    }
+
+
+@functools.cache
+def _limited(declared: type) -> tuple[tuple[str, Rule, float, float], ...]:
+    rules = [(name, rule) for name, (_, rule) in parameters_of(declared).items()]
+    limited = [one for one in rules if (one[1].low, one[1].most) != (None, None)]
+    return tuple([(name, rule, rule.least, rule.high) for name, rule in limited])
+
+
+_TOKEN_ID = Rule("a token id", 0, INT32)
+_BIAS = Rule("a bias", -100.0, 100.0)
+_Penalty = Annotated[float, Rule("of generated tokens, as in OpenAI's API", -2.0, 2.0)]
+_Biases = tuple[tuple[int, float], ...]
+
+
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How tokens are chosen.
+    """How tokens are chosen. The fields are the declaration of the parameters: range checks, gRPC,
+    HTTP and its description follow them.
 
     Temperature 0 is greedy: the largest logit, ties to the smallest token id. Filters apply in the
     order temperature, top-k, top-p, min-p. Top-p uses the renormalised probabilities of the tokens
-    that top-k kept. The values top_k 0, top_p 1 and min_p 0 disable them. Presence and frequency
-    penalties follow OpenAI (over generated tokens), the repetition penalty follows Hugging Face
-    (over prompt and generated tokens). `include_stop_str_in_output` and `skip_special_tokens`
-    affect the text only. `logprobs` and `prompt_logprobs` are the numbers of most likely tokens to
-    report for each answer token and each prompt token. If `grammar` allows no further token, the
-    answer ends, whatever min_tokens and ignore_eos are."""
+    that top-k kept. If `grammar` allows no further token, the answer ends, whatever min_tokens and
+    ignore_eos are."""
 
-    max_tokens: int = 256
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    seed: int = 0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    repetition_penalty: float = 1.0
-    logit_bias: tuple[tuple[int, float], ...] = ()
-    min_tokens: int = 0
-    stop: tuple[str, ...] = ()
-    stop_token_ids: tuple[int, ...] = ()
-    ignore_eos: bool = False
-    logprobs: int | None = None
-    n: int = 1
-    include_stop_str_in_output: bool = False
-    skip_special_tokens: bool = True
-    grammar: Grammar | None = None
-    prompt_logprobs: int | None = None
+    max_tokens: Annotated[int, Rule("largest number of tokens", 1, INT32)] = 256
+    temperature: Annotated[float, Rule("0 is greedy", 0.0, 100.0)] = 1.0
+    top_k: Annotated[int, Rule("number of tokens to choose from; 0: all", 0, INT32)] = 0
+    top_p: Annotated[float, Rule("share of the likeliest tokens", 0.0, 1.0, above=True)] = 1.0
+    min_p: Annotated[float, Rule("probability relative to the likeliest token's", 0.0, 1.0)] = 0.0
+    seed: Annotated[int, Rule("of random choices", 0, MAX_SEED)] = 0
+    presence_penalty: _Penalty = 0.0
+    frequency_penalty: _Penalty = 0.0
+    repetition_penalty: Annotated[float, Rule("of prompt and generated tokens", 0.01, 100.0)] = 1.0
+    logit_bias: Annotated[_Biases, Rule("biases by token id", most=MAX_LOGIT_BIAS)] = ()
+    min_tokens: Annotated[int, Rule("least number of tokens", 0, INT32)] = 0
+    stop: Annotated[tuple[str, ...], Rule("texts that end it", most=MAX_STOP_STRINGS)] = ()
+    stop_token_ids: Annotated[tuple[int, ...], Rule("end it", most=MAX_STOP_TOKEN_IDS)] = ()
+    ignore_eos: Annotated[bool, Rule("the end token does not end the answer")] = False
+    logprobs: Annotated[int, Rule("likeliest tokens to report", 0, MAX_TOP_LOGPROBS)] | None = None
+    n: Annotated[int, Rule("number of answers", 1, MAX_N)] = 1
+    include_stop_str_in_output: Annotated[bool, Rule("the text has the stop string")] = False
+    skip_special_tokens: Annotated[bool, Rule("the text omits special tokens")] = True
+    grammar: Annotated[Grammar, Rule("what the answer must match")] | None = None
+    prompt_logprobs: Annotated[int, Rule("as logprobs", 0, MAX_TOP_LOGPROBS)] | None = None
 
     def __post_init__(self) -> None:
-        _in_range("max_tokens", self.max_tokens, 1, 2**31 - 1)
-        _in_range("temperature", self.temperature, 0.0, 100.0)
-        _in_range("top_k", self.top_k, 0, 2**31 - 1)
-        number = self.top_p.__class__ is float or _is_number(self.top_p)
-        if not number or not 0.0 < self.top_p <= 1.0:
-            raise InvalidRequestError(
-                f"top_p must be in (0.0, 1.0], got {self.top_p!r}; temperature=0 decodes greedily"
-            )
-        _in_range("min_p", self.min_p, 0.0, 1.0)
-        _in_range("seed", self.seed, 0, MAX_SEED)
-        _in_range("presence_penalty", self.presence_penalty, -2.0, 2.0)
-        _in_range("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
-        _in_range("repetition_penalty", self.repetition_penalty, 0.01, 100.0)
-        _in_range("min_tokens", self.min_tokens, 0, self.max_tokens)
-        _in_range("n", self.n, 1, MAX_N)
-        if self.logprobs is not None:
-            _in_range("logprobs", self.logprobs, 0, MAX_TOP_LOGPROBS)
-        if self.prompt_logprobs is not None:
-            _in_range("prompt_logprobs", self.prompt_logprobs, 0, MAX_TOP_LOGPROBS)
-        if self.logit_bias != ():
+        for name, rule, least, high in _limited(type(self)):
+            value = getattr(self, name)
+            if value.__class__ not in (int, float) or not least <= value <= high:
+                rule.check(name, value)
+        if self.min_tokens:
+            Rule("", 0, self.max_tokens).check("min_tokens", self.min_tokens)
+        if self.logit_bias:
             self._check_logit_bias()
-        at_most("stop", len(self.stop), MAX_STOP_STRINGS)
         for text in self.stop:
             if not isinstance(text, str) or not text:
                 raise InvalidRequestError(
@@ -188,15 +224,13 @@ class SamplingParams:
             raise InvalidRequestError(
                 f"grammar must be a Grammar, got {type(self.grammar).__name__}"
             )
-        at_most("stop_token_ids", len(self.stop_token_ids), MAX_STOP_TOKEN_IDS)
         for token_id in self.stop_token_ids:
-            _in_range("stop_token_ids", token_id, 0, 2**31 - 1)
+            _TOKEN_ID.check("stop_token_ids", token_id)
 
     def _check_logit_bias(self) -> None:
-        at_most("logit_bias", len(self.logit_bias), MAX_LOGIT_BIAS)
         for token_id, bias in self.logit_bias:
-            _in_range("logit_bias token id", token_id, 0, 2**31 - 1)
-            _in_range(f"logit_bias[{token_id}]", bias, -100.0, 100.0)
+            _TOKEN_ID.check("logit_bias token id", token_id)
+            _BIAS.check(f"logit_bias[{token_id}]", bias)
         if len({token_id for token_id, _ in self.logit_bias}) != len(self.logit_bias):
             raise InvalidRequestError("logit_bias contains a token id twice; give each id one bias")
 
@@ -216,6 +250,43 @@ class SamplingParams:
     def shaped(self) -> bool:
         """Whether penalties, bias or min_tokens change the logits."""
         return self.penalised or bool(self.logit_bias) or self.min_tokens > 0
+
+
+Biases = Mapping[int, float] | Sequence[tuple[int, float]]
+
+
+class SamplingOptions(TypedDict, total=False):
+    """Keyword arguments of a generation: the fields of `SamplingParams`, for type checkers, and two
+    fields that are converted to a grammar.
+
+    If an option is absent or None, the model's default (`ModelInfo.sampling`) is used, or else the
+    general default. The general default of `max_tokens` is 256, or fewer if the prompt leaves less
+    context. The general default of `seed` is a random number."""
+
+    max_tokens: int | None
+    temperature: float | None
+    top_k: int | None
+    top_p: float | None
+    min_p: float | None
+    seed: int | None
+    presence_penalty: float | None
+    frequency_penalty: float | None
+    repetition_penalty: float | None
+    logit_bias: Biases | None
+    min_tokens: int | None
+    stop: Sequence[str] | None
+    stop_token_ids: Sequence[int] | None
+    ignore_eos: bool | None
+    logprobs: int | None
+    n: int | None
+    include_stop_str_in_output: bool | None
+    skip_special_tokens: bool | None
+    grammar: Grammar | None
+    allowed_token_ids: (
+        Annotated[Sequence[int], Rule("the only tokens to choose", most=MAX_ALLOWED_TOKENS)] | None
+    )
+    bad_words: Annotated[Sequence[str], Rule("not in the answer", most=MAX_BAD_WORDS)] | None
+    prompt_logprobs: int | None
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,12 +17,11 @@ from pathlib import Path
 from typing import cast
 
 from jdisagg.config import EngineConfig, Mode, PrefixConfig
-from jdisagg.dispatch.options import SamplingOptions
 from jdisagg.errors import ConfigError
 from jdisagg.node.commands.prompts import PromptRun
 from jdisagg.node.deployment import prepare_engine
 from jdisagg.node.signals import end_at_once
-from jdisagg.request import StreamEvent
+from jdisagg.request import SamplingOptions, StreamEvent
 from launch.console import run
 from launch.flags import ENGINE, SAMPLING, define
 from launch.model import deployment as deployment_of

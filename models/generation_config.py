@@ -3,6 +3,7 @@ that a request does not set. vLLM and SGLang use the file in the same way.
 
 This module must not import JAX, because router processes use it."""
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -11,15 +12,7 @@ from jdisagg.errors import CheckpointError, InvalidRequestError
 from jdisagg.request import SamplingDefaults, SamplingParams
 
 LEAST_TOP_P = 1e-6
-# Names of the fields in generation_config.json, and in jdisagg's `SamplingParams`.
-_FIELDS = {
-    "max_new_tokens": "max_tokens",
-    "temperature": "temperature",
-    "top_k": "top_k",
-    "top_p": "top_p",
-    "min_p": "min_p",
-    "repetition_penalty": "repetition_penalty",
-}
+_RENAMED = {"max_tokens": "max_new_tokens"}
 
 
 def read_sampling_defaults(directory: Path) -> SamplingDefaults:
@@ -27,7 +20,9 @@ def read_sampling_defaults(directory: Path) -> SamplingDefaults:
     path = directory / "generation_config.json"
     fields = read_object(path)
     given: dict[str, Any] = {
-        ours: fields[name] for name, ours in _FIELDS.items() if fields.get(name) is not None
+        one.name: fields[name]
+        for one in dataclasses.fields(SamplingDefaults)
+        if fields.get(name := _RENAMED.get(one.name, one.name)) is not None
     }
     for name in ("max_tokens", "top_k"):
         if isinstance(value := given.get(name), float) and value.is_integer():

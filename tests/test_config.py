@@ -148,5 +148,6 @@ def test_a_disk_for_kv_is_refused_where_there_is_no_prefill_worker():
     assert EngineConfig(prefix=prefix).prefix.disk_bytes == 1 << 30
     with pytest.raises(ConfigError, match="omit --disk_cache_dir"):
         EngineConfig(mode=Mode.CHUNKED, prefix=prefix)
-    in_memory = PrefixConfig(host_gib=1.0)  # for swapped-out sequences
+    in_memory = PrefixConfig(True, host_gib=1.0)
     assert EngineConfig(mode=Mode.CHUNKED, prefix=in_memory).prefix.host_bytes == 1 << 30
+    assert PrefixConfig(False, host_gib=1.0).host_bytes == 0

@@ -80,8 +80,6 @@ class Attempt:
         self._firsts: dict[int, FirstToken] = {}
         self._joined = False
         self.received = False
-        self._telling = asyncio.Lock()
-        self._told = run.past_suspensions
         self._migration: Migration | None = None
         # Source of the KV.
         self._source: HandoffSource | None = None
@@ -99,7 +97,7 @@ class Attempt:
         self._placement = placement
         decision = placement.decision
         began = self._context.clock.now()
-        computes = decision.prefill is None
+        computes = decision.prefill is None or self._resumes(decision.decode)
         try:
             held = self._held = await reserve(
                 self._context,
@@ -116,8 +114,7 @@ class Attempt:
         self._run.queue_seconds += self._context.clock.now() - began
         self.received = True
         try:
-            await self.tell_suspended()
-            prefill = decision.prefill or await self._instead_of_appending(held)
+            prefill = await self._prefill_worker(held) if computes else decision.prefill
             if prefill is None:
                 placement.prefill_sent()
                 self._run.note_cached(held.reservation.cached)
@@ -128,25 +125,22 @@ class Attempt:
             if len(self._ended) < len(self.children):
                 await to_the_end(self._free(held))
 
-    async def _instead_of_appending(self, held: ReservationHandle) -> str | None:
-        """A prefill worker is needed if the decode worker has fewer prompt tokens cached than
-        expected, so that its running streams would stall for more than one chunk."""
+    def _resumes(self, decode: str) -> bool:
+        """Whether the decode worker might have cached all but a few tokens of a preempted sequence,
+        and may compute these itself. The router learns of such blocks only later."""
+        return bool(self.children[0].accepted) and self._context.placer.most_computed(decode) > 0
+
+    async def _prefill_worker(self, held: ReservationHandle) -> str | None:
+        """A prefill worker is needed if the decode worker has so few tokens cached that its running
+        streams would stall for more than one chunk."""
         known = self._run.prompt_tokens + len(self.children[0].accepted)
         lacking = known - held.reservation.cached_tokens
         if lacking <= self._context.placer.most_computed(held.worker):
             return None
+        if (prefill := self._placement.decision.prefill) is not None:
+            return prefill
         self._deviated("appends_handed_over")
         return await self._context.placer.another_prefill(self._run.avoid, held.worker)
-
-    async def tell_suspended(self) -> None:
-        run = self._run
-        if self._told == run.suspensions:
-            return
-        async with self._telling:
-            while self.received and self._told < run.suspensions:
-                told = run.suspensions
-                await self._held.port.suspend(self._held.key, run.keep_seconds)
-                self._told = told
 
     async def _hand_off(self, held: ReservationHandle, prefill: str) -> None:
         source = self._name_source(prefill, held)
@@ -285,8 +279,6 @@ class Attempt:
                 held, spans = self._migration.arrived()
                 self._deviated("sequences_moved")
                 self._held, self._migration = held, None
-                self._told = self._run.past_suspensions
-                await self.tell_suspended()
         except BaseException:
             await to_the_end(self._end_decode(spans))
             raise
@@ -340,11 +332,10 @@ class Attempt:
                     self._source.worker if self._source else None, held.worker
                 )
             self._accept(span.child, span.first_index, span.token_ids, span.logprobs, span.weights)
-        if span.aside and self._run.keep_seconds is None:
-            self._run.preemptions += 1
-            self._deviated("sequences_set_aside")
         if span.end is SpanEnd.PREEMPTED and span.child in self.open:
             self.open.discard(span.child)
+            preempted = self._run.children[span.child]
+            preempted.preempted(span.yielded, self._context.clock.now())
             self._preempted(span.child)
 
     def _accept(

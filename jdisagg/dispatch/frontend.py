@@ -22,8 +22,6 @@ from jdisagg.dispatch import caller
 from jdisagg.dispatch.answers import ChatAnswers, thinks
 from jdisagg.dispatch.client_limits import KeyUse
 from jdisagg.dispatch.options import (
-    MAX_ALLOWED_TOKENS,
-    SamplingOptions,
     bias_pairs,
     check_prompt_numbers,
     prompt_numbers,
@@ -60,11 +58,13 @@ from jdisagg.grammar.compiler import GrammarCompiler
 from jdisagg.messages.ports import close_stream
 from jdisagg.messages.worker_status import WorkerStatus
 from jdisagg.request import (
+    MAX_ALLOWED_TOKENS,
     MAX_LOGIT_BIAS,
     MAX_STOP_TOKEN_IDS,
     Grammar,
     Request,
     Resumption,
+    SamplingOptions,
     SamplingParams,
     StreamEvent,
 )
@@ -85,7 +85,9 @@ class ServingPath(Protocol):
 
     async def status(self) -> tuple[WorkerStatus, ...]: ...
 
-    async def suspend(self, tenant: str, request_id: str, keep_seconds: float | None) -> None: ...
+    async def suspend(self, tenant: str, request_id: str) -> None: ...
+
+    def resume(self, tenant: str, request_id: str) -> None: ...
 
     def end(self, tenant: str, request_id: str, error: JdisaggError) -> None: ...
 
@@ -376,30 +378,14 @@ class Frontend:
     async def status(self) -> tuple[WorkerStatus, ...]:
         return await self._path.status()
 
-    async def suspend(
-        self, request_id: str, tenant: str = "", keep_seconds: float | None = None
-    ) -> None:
-        """Suspends a running request of the caller (`RequestPath.suspend`).
+    async def suspend(self, request_id: str, tenant: str = "") -> None:
+        """Suspends a running request of the caller (`RequestPath.suspend`). Raises
+        InvalidRequestError if no such request is running at this server."""
+        await self._path.suspend(caller.current().tenant_of(tenant), request_id)
 
-        Args:
-            keep_seconds: Seconds for which workers keep the KV of the suspended request. None means
-                until the request's deadline.
-
-        Raises:
-            InvalidRequestError: No such request is running at this server.
-            UnavailableError: A worker did not answer.
-        """
-        seconds = math.inf if keep_seconds is None else keep_seconds
-        if not (seconds > 0 and (keep_seconds is None or math.isfinite(seconds))):
-            raise InvalidRequestError(
-                f"keep_seconds must be positive and finite, got {seconds}; leave it out to keep the"
-                " KV as long as the request's deadline allows"
-            )
-        await self._path.suspend(caller.current().tenant_of(tenant), request_id, seconds)
-
-    async def resume(self, request_id: str, tenant: str = "") -> None:
-        """Resumes a suspended request of the caller. Raises the same errors as `suspend`."""
-        await self._path.suspend(caller.current().tenant_of(tenant), request_id, None)
+    def resume(self, request_id: str, tenant: str = "") -> None:
+        """Resumes a suspended request of the caller. Raises the same error as `suspend`."""
+        self._path.resume(caller.current().tenant_of(tenant), request_id)
 
     async def reset_cache(self) -> int:
         """Clears the prefix cache of every worker and returns the number of removed blocks. The

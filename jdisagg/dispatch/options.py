@@ -6,63 +6,30 @@ implement only grammars."""
 import dataclasses
 import secrets
 from collections.abc import Mapping, Sequence
-from typing import Any, TypedDict
+from typing import Any
 
 from jdisagg.chat.forced_calls import forced_calls
 from jdisagg.chat.messages import ChatPrompt
 from jdisagg.errors import InvalidRequestError
 from jdisagg.prompt.logprobs import MAX_PROMPT_LOGPROBS
 from jdisagg.request import (
+    MAX_ALLOWED_TOKENS,
+    MAX_BAD_WORDS,
     MAX_SEED,
+    Biases,
     Grammar,
     GrammarKind,
     SamplingDefaults,
+    SamplingOptions,
     SamplingParams,
     at_most,
+    parameters_of,
 )
 
 DEFAULT_MAX_TOKENS = 256
-MAX_ALLOWED_TOKENS = 16_384
-MAX_BAD_WORDS = 64
 MAX_BAD_WORD_BYTES = 128
 
-Biases = Mapping[int, float] | Sequence[tuple[int, float]]
-
-
-class SamplingOptions(TypedDict, total=False):
-    """Keyword arguments of a generation: the fields of `SamplingParams`, and two fields that are
-    converted to a grammar. `allowed_token_ids` are the only tokens that the answer may contain, and
-    `bad_words` are texts that the answer must not contain.
-
-    If an option is absent or None, the model's default (`ModelInfo.sampling`) is used, or else the
-    general default. The general default of `max_tokens` is 256, or fewer if the prompt leaves less
-    context. The general default of `seed` is a random number."""
-
-    max_tokens: int | None
-    temperature: float | None
-    top_k: int | None
-    top_p: float | None
-    min_p: float | None
-    seed: int | None
-    presence_penalty: float | None
-    frequency_penalty: float | None
-    repetition_penalty: float | None
-    logit_bias: Biases | None
-    min_tokens: int | None
-    stop: Sequence[str] | None
-    stop_token_ids: Sequence[int] | None
-    ignore_eos: bool | None
-    logprobs: int | None
-    n: int | None
-    include_stop_str_in_output: bool | None
-    skip_special_tokens: bool | None
-    grammar: Grammar | None
-    allowed_token_ids: Sequence[int] | None
-    bad_words: Sequence[str] | None
-    prompt_logprobs: int | None
-
-
-_RESTRICTIONS = ("allowed_token_ids", "bad_words")
+_RESTRICTIONS = parameters_of(SamplingOptions)
 
 
 def restricted(
@@ -142,8 +109,8 @@ def sampling_params(
     }
     if (biases := options.get("logit_bias")) is not None:
         given["logit_bias"] = bias_pairs(biases)
-    for name in ("logit_bias", "stop_token_ids", "stop"):
-        if name in given:
+    for name, (_, rule) in parameters_of(SamplingParams).items():
+        if name in given and rule.most is not None:
             given[name] = tuple_of(name, given[name])
     most_tokens = max(defaults.max_tokens or DEFAULT_MAX_TOKENS, options.get("min_tokens") or 0)
     default: dict[str, Any] = {"seed": secrets.randbelow(MAX_SEED), "max_tokens": most_tokens}

@@ -10,7 +10,7 @@ statuses include it."""
 import math
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from jdisagg.clock import Clock
 from jdisagg.config import RoutingConfig
@@ -309,6 +309,8 @@ class Placer:
         whole = request.sampling.prompt_logprobs is not None
         # An empty index is falsy, but it may have the prompt when the request is placed.
         affinity = None if whole else self._affinity
+        if accepted := asked.children[0].accepted:  # they are prefilled again
+            request = replace(request, prompt_token_ids=request.prompt_token_ids + accepted)
         known = _nobody_knows if affinity is None else affinity.known(request)
         blocks = PromptBlocks() if affinity is None else affinity.prompt_blocks(request)
         sized = _Sized(asked, self._work(asked), known, blocks)

@@ -124,7 +124,8 @@ async def reserve(
     request = run.request
     request = await context.with_pixels(request) if computes else request.without_pixels()
     remaining, age = run.remaining_seconds(), run.age_seconds()
-    call = ReserveCall(request, attempt, children, remaining, age, whole, computes, *peer)
+    aside = run.children[children[0].index].aside(context.clock.now())
+    call = ReserveCall(request, attempt, children, remaining, age, whole, computes, *peer, aside)
     return ReservationHandle(worker, port, await port.reserve(call), attempt)
 
 

@@ -33,7 +33,7 @@ from collections import Counter
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from dataclasses import replace
 
-from jdisagg.clock import Clock
+from jdisagg.clock import Clock, unended
 from jdisagg.config import LimitsConfig
 from jdisagg.dispatch.attempt import Attempt
 from jdisagg.dispatch.ids import random_id
@@ -166,29 +166,35 @@ class RequestPath:
                     del self._runs[key]
                 self._leave(request, waits)
 
-    async def suspend(self, tenant: str, request_id: str, keep_seconds: float | None) -> None:
-        """Suspends or resumes a running request.
-
-        Suspension frees the request's decode slots and KV pages. The workers keep its KV in host
-        memory if there is room. A resumed request continues at the next token. Its KV is restored
-        from host memory or recomputed.
-
-        Args:
-            keep_seconds: Seconds for which workers keep the KV. None resumes the request.
+    async def suspend(self, tenant: str, request_id: str) -> None:
+        """Suspends a running request. Its attempts end, which frees its decode slots and KV pages.
+        Its full blocks of KV stay in the workers' caches until others need the room. Idempotent.
 
         Raises:
             InvalidRequestError: No such request is running at this router.
-            UnavailableError: A worker did not answer. Repeat the call.
         """
+        run = self._running_request(tenant, request_id)
+        self.counters.add("requests_suspended")
+        if run.awake.is_set():
+            ending = run.suspend()
+            for children in run.groups(run.open_children):
+                self._start(run, children)
+            await unended(ending, self._context.limits.timeouts.request.close_seconds)
+
+    def resume(self, tenant: str, request_id: str) -> None:
+        """Continues a suspended request at its next token. Raises the same error as `suspend`."""
+        run = self._running_request(tenant, request_id)
+        self.counters.add("requests_resumed")
+        run.awake.set()
+
+    def _running_request(self, tenant: str, request_id: str) -> RequestRun:
         run = self._runs.get((tenant, request_id))
         if run is None:
             raise InvalidRequestError(
                 f"no request with request_id {request_id!r} is running here; suspend or resume a"
                 " request while its stream is open, at the server that streams it"
             )
-        self.counters.add("requests_resumed" if keep_seconds is None else "requests_suspended")
-        run.suspend(None if keep_seconds is None else min(keep_seconds, run.remaining_seconds()))
-        await asyncio.gather(*(attempt.tell_suspended() for attempt in tuple(run.attempts)))
+        return run
 
     def end(self, tenant: str, request_id: str, error: JdisaggError) -> None:
         """Ends a request with `error`, if it is running here."""

@@ -60,14 +60,14 @@ class RunningAttempt(Protocol):
     @property
     def over(self) -> bool: ...
 
-    async def tell_suspended(self) -> None: ...
-
 
 @dataclass(slots=True, eq=False)
 class ChildRun:
     """One of the request's n parallel samples. `resumed_tokens` is the number of accepted tokens
     that the client already had when it resumed the stream. Times are recorded for later tokens
-    only."""
+    only. `aside_seconds` is the time that the sequence has spent without pages since it was first
+    preempted for a request of higher priority (None: never). If it is without pages now,
+    `aside_since` is when this began."""
 
     text: TextStream
     accepted: list[int]
@@ -76,6 +76,19 @@ class ChildRun:
     first_at: float | None = None
     second_at: float | None = None
     latest_at: float = 0.0
+    aside_seconds: float | None = None
+    aside_since: float | None = None
+
+    def preempted(self, yielded: bool, now: float) -> None:
+        if yielded and self.aside_seconds is None:
+            self.aside_seconds = 0.0
+        if self.aside_seconds is not None and self.aside_since is None:
+            self.aside_since = now
+
+    def aside(self, now: float) -> float | None:
+        if self.aside_seconds is None or self.aside_since is None:
+            return self.aside_seconds
+        return self.aside_seconds + now - self.aside_since
 
     def count(self, tokens: int, now: float) -> None:
         if self.first_at is None:
@@ -83,6 +96,7 @@ class ChildRun:
         if self.second_at is None and len(self.accepted) - self.resumed_tokens > 1:
             self.second_at = now
         self.latest_at = now
+        self.aside_seconds, self.aside_since = self.aside(now), None
 
 
 class RequestRun:
@@ -138,25 +152,20 @@ class RequestRun:
         self._closing: set[asyncio.Task[None]] = set()
         self._timer = asyncio.get_running_loop().call_later(self.seconds, self._end_by_deadline)
         self.closed = False
-        # Seconds for which workers keep the KV of the suspended request (None: not suspended).
-        self.keep_seconds: float | None = None
-        self.suspensions = 0  # changes of keep_seconds
         self.awake = asyncio.Event()
         self.awake.set()
 
-    def suspend(self, keep_seconds: float | None) -> None:
-        self.keep_seconds, self.as_planned = keep_seconds, False
-        self.suspensions += 1
-        if keep_seconds is None:
-            self.awake.set()
-        else:
-            self.awake.clear()
-
-    @property
-    def past_suspensions(self) -> int:
-        """If the request is suspended now, the last suspension must be sent; all others need
-        not."""
-        return self.suspensions - (self.keep_seconds is not None)
+    def suspend(self) -> "list[asyncio.Task[None]]":
+        """Cancels the attempts that are not over, and returns their tasks. Later attempts begin
+        when `awake` is set."""
+        self.as_planned = False
+        self.awake.clear()
+        running = [attempt for attempt in self.attempts if not attempt.over]
+        tasks = [self.attempts.pop(attempt) for attempt in running]
+        for task in tasks:
+            task.cancel()
+            self.clean_up(task)
+        return tasks
 
     # ---- time
 

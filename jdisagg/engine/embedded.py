@@ -304,19 +304,18 @@ class EmbeddedCluster:
     def stream(self, request: Request) -> AsyncIterator[StreamEvent]:
         return self.observed_path.stream(request)
 
-    async def suspend(self, request_id: str, keep_seconds: float | None, tenant: str = "") -> None:
-        """Suspends or resumes a streaming request. A suspended request holds no slots and no pages,
-        and its stream pauses.
-
-        Args:
-            keep_seconds: Seconds for which the request's KV is kept in host memory, if
-                `prefix.host_gib` has room for it. Otherwise the KV is recomputed when the request
-                resumes. None resumes the request.
+    async def suspend(self, request_id: str, tenant: str = "") -> None:
+        """Suspends a streaming request (`RequestPath.suspend`). It holds no slots and no pages, and
+        its stream pauses.
 
         Raises:
             InvalidRequestError: The tenant has no request with this ID in progress.
         """
-        await self.path.suspend(tenant, request_id, keep_seconds)
+        await self.path.suspend(tenant, request_id)
+
+    def resume(self, request_id: str, tenant: str = "") -> None:
+        """Continues a suspended request. Raises the same error as `suspend`."""
+        self.path.resume(tenant, request_id)
 
     async def status(self) -> tuple[WorkerStatus, ...]:
         return await self.path.status()

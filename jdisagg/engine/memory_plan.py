@@ -52,8 +52,7 @@ from jdisagg.model_api import Device
 from jdisagg.ops.image_attention import SCORES
 from jdisagg.scheduler.blocks import stage_layers
 from jdisagg.scheduler.executor import LONGEST_RUN
-from jdisagg.scheduler.host_blocks import MOST_WRITING, MOST_WRITING_OF_DECODE, TierRoom
-from jdisagg.scheduler.spills import SPILLS_AT_ONCE
+from jdisagg.scheduler.host_blocks import MOST_WRITING, TierRoom
 from jdisagg.worker.given_kv import MOST_CHUNKS, MOST_CHUNKS_OF_DECODE, MOST_GIVEN_WITH_STATE
 from jdisagg.worker.host_tier import MOST_SNAPSHOTS_WRITING
 from jdisagg.worker.incoming_handoff import BLOCKS_IN_FLIGHT
@@ -219,9 +218,6 @@ def fit_instance(
     if apart and not decodes:
         each = each._replace(token=token_bytes - windowed, state=window)
     tiered = _tiered(instance, role, prefix, each, chunk, append)
-    if prefix.host_bytes and role is not WorkerRole.PREFILL:
-        swapped = chunk * token_bytes + state_bytes + (window if apart else 0)
-        tiered += 2 * SPILLS_AT_ONCE * swapped
     computed = append if role is WorkerRole.DECODE else chunk
     kept_images, of_encoder = _images(geometry, model.dtype) if computed else (0, 0)
     of_layers = _activations(geometry, instance, role, computed, model.dtype, memory.platform)
@@ -306,14 +302,13 @@ def _tiered(
     append: int,
 ) -> int:
     size, prefills = instance.page_size, role is WorkerRole.PREFILL
-    writing = MOST_WRITING if prefills else MOST_WRITING_OF_DECODE
-    tokens = writing * prefix.host_tokens(size)
+    tokens = MOST_WRITING * prefix.host_tokens(size)
     computes = role is not WorkerRole.DECODE or append > 0
     asked = fetched_tokens(role, prefix, size) if computes else 0
     tokens += MOST_FETCHES * BLOCKS_IN_FLIGHT * asked
     if prefix.peer_tokens(size) and (prefills or instance.codec == "none"):
         tokens += (MOST_CHUNKS if prefills else MOST_CHUNKS_OF_DECODE) * chunk
-    snapshots = MOST_SNAPSHOTS_WRITING if prefix.reuse and prefix.host_bytes else 0
+    snapshots = MOST_SNAPSHOTS_WRITING if prefix.host_bytes else 0
     snapshots += MOST_GIVEN_WITH_STATE + MOST_FETCHES if asked else 0
     # Workers that decode keep snapshots in device memory only.
     return tokens * each.token + (snapshots * each.state if prefills else 0)
@@ -462,8 +457,7 @@ def host_sharers(config: EngineConfig) -> int:
 
 def describe_cache(prefix: PrefixConfig) -> str:
     if not prefix.reuse:
-        host = f"; {prefix.host_gib:g} GiB of host memory" if prefix.host_bytes else ""
-        return f"prefix cache off{host}"
+        return "prefix cache off"
     tiers = ["device pages"]
     if prefix.host_bytes:
         tiers.append(f"{prefix.host_gib:g} GiB of host memory")

@@ -102,7 +102,7 @@ def fit_with_defaults(
         peer_fetch=False if fetches is None else prefix.peer_fetch,
         append_tokens=0 if given.append_tokens is None else prefix.append_tokens,
     )
-    needs = smaller.disk_gib or smaller.events or smaller.appends or smaller.peer_fetch
+    needs = smaller.host_bytes or smaller.events or smaller.appends or smaller.peer_fetch
     off = smaller if given.reuse or needs else replace(smaller, reuse=False)
     for tried in (prefix, smaller):
         if tried != off:

@@ -200,7 +200,6 @@ def mesh_role(role: WorkerRole, config: InstanceConfig, prefix: PrefixConfig) ->
         codec=config.codec,
         extracts=True,
         host_tokens=prefix.host_tokens(config.page_size),
-        spills=prefix.host_bytes > 0,
         disk=prefix.disk_dir,
         peer_tokens=fetched_tokens(role, prefix, config.page_size),
     )

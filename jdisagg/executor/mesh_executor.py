@@ -99,7 +99,6 @@ class MeshRole:
     codec: str = "none"
     extracts: bool = False
     host_tokens: int = 0
-    spills: bool = False
     disk: str = ""
     peer_tokens: int = 0
 

@@ -34,13 +34,14 @@ def warm_up_steps(executor: MeshExecutor) -> list[WarmUpStep]:
         # receives no blocks.
         if role.extracts or not role.prefill:
             steps += [partial(executor.warm_insert, *one) for one in limits.block_shapes()]
-    if role.extracts or role.spills:
-        steps += [partial(blocks.warm_extract, *one) for one in limits.block_shapes()]
     kept, fetched = (_shapes_of(limits, tokens) for tokens in (role.host_tokens, role.peer_tokens))
-    back = [(*shape, KvKind.POSITIONS) for shape in limits.block_shapes()] if role.spills else kept
+    if role.extracts:
+        steps += [partial(blocks.warm_extract, *one) for one in limits.block_shapes()]
+    else:
+        steps += [partial(blocks.warm_extract, *shape) for shape in kept]
     if role.host_tokens:
-        back = [*back, *_snapshot_shapes(limits)]
-    steps += [partial(blocks.warm_restore, *shape) for shape in back]
+        kept = [*kept, *_snapshot_shapes(limits)]
+    steps += [partial(blocks.warm_restore, *shape) for shape in kept]
     steps += [partial(executor.warm_insert, *shape) for shape in fetched]
     if executor.card.ends and (role.emit or role.extracts):
         steps += [partial(blocks.warm_pieces, *one) for one in limits.block_shapes()]
@@ -82,16 +83,14 @@ def _snapshot_shapes(limits: MeshLimits) -> list[_Shape]:
 
 def _steps_apart(executor: MeshExecutor) -> list[WarmUpStep]:
     limits, role, blocks = executor.limits, executor.role, executor.blocks
-    alone = role.prefill and role.decode and not (role.extracts or role.spills)
+    alone = role.prefill and role.decode and not role.extracts
     sent = [(range(1), 1, KvKind.STATE)] if limits.kv_spec.has_state and not alone else []
     sent += [(groups, tokens, KvKind.WINDOW) for groups, tokens in limits.window_shapes()]
     steps: list[WarmUpStep] = []
     for shape in sent:
         if role.decode or (limits.snapshot_tokens and role.peer_tokens):
             steps += [partial(executor.warm_insert, *shape)]
-        if role.spills:
-            steps += [partial(blocks.warm_restore, *shape)]
-        if role.extracts or role.emit or role.spills:
+        if role.extracts or role.emit:
             steps += [partial(blocks.warm_extract, *shape)]
             if executor.card.ends:
                 steps += [partial(blocks.warm_pieces, *shape)]

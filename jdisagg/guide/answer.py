@@ -250,8 +250,11 @@ class _Watched:
     async def status(self) -> tuple[WorkerStatus, ...]:
         return await self.front.status()
 
-    async def suspend(self, tenant: str, request_id: str, keep_seconds: float | None) -> None:
-        await self.front.suspend(tenant, request_id, keep_seconds)
+    async def suspend(self, tenant: str, request_id: str) -> None:
+        await self.front.suspend(tenant, request_id)
+
+    def resume(self, tenant: str, request_id: str) -> None:
+        self.front.resume(tenant, request_id)
 
     def end(self, tenant: str, request_id: str, error: JdisaggError) -> None:
         self.front.end(tenant, request_id, error)

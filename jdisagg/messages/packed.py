@@ -14,10 +14,10 @@ import msgspec
 from jdisagg.errors import IncompatiblePeerError, InvalidRequestError, JdisaggError
 
 # Incremented whenever a message changes its bytes or its meaning.
-PROTOCOL = 49
+PROTOCOL = 50
 # The oldest compatible version. Must be set to PROTOCOL after a change that does more than add
 # fields which an older process may ignore.
-OLDEST = 49
+OLDEST = 50
 
 T = TypeVar("T")
 

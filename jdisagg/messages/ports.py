@@ -59,6 +59,9 @@ class ReserveCall(Message, frozen=True):
             is then computed.
         peer: Another worker that probably has the KV of the first `peer_tokens` positions cached,
             and the hand-off id under which it sends this KV.
+        aside_seconds: Time that the children have spent without pages since they were first
+            preempted for a request of higher priority. It then replaces `age_seconds` in queues, so
+            that they do not overtake such requests. None if they were not.
     """
 
     request: Request
@@ -70,6 +73,7 @@ class ReserveCall(Message, frozen=True):
     computes: bool = False
     peer: HandoffSource | None = None
     peer_tokens: int = 0
+    aside_seconds: float | None = None
 
 
 class Reservation(Message, frozen=True):
@@ -140,7 +144,7 @@ class Span(Message, frozen=True):
         moving: Hand-off by which another worker can take over the sequence, or None. If it is set,
             the span has no tokens and applies to all children.
         prompt_logprobs: Log-probabilities of the prompt, if requested. Set on the first span only.
-        aside: Whether the child's KV is swapped out to host memory after these tokens.
+        yielded: Whether the child was preempted for a request of higher priority.
         weights: Identity of the weights that generated the tokens.
     """
 
@@ -154,7 +158,7 @@ class Span(Message, frozen=True):
     lost: SourceLost | None = None
     moving: HandoffSource | None = None
     prompt_logprobs: PromptLogprobs | None = None
-    aside: bool = False
+    yielded: bool = False
     weights: str = ""
 
 
@@ -367,13 +371,6 @@ class DecodePort(Protocol):
         """Cancels one child, or all children if `child` is None. The decode slot is freed within
         one step. The pages are freed immediately. If KV is being received into them, they are freed
         when the lease ends at the latest. Idempotent."""
-        ...
-
-    async def suspend(self, reservation_id: int, keep_seconds: float | None) -> None:
-        """Swaps the KV of all children out to host memory for `keep_seconds`, once the KV has
-        arrived. A child for which host memory has no room ends as preempted. If `keep_seconds` is
-        None, the children are swapped in again when pages are free. A later call replaces an
-        earlier one. Idempotent."""
         ...
 
     async def reset_cache(self) -> int:

@@ -14,8 +14,7 @@ class WorkerRole(enum.Enum):
 
 class KeptTier(Message, frozen=True):
     """Amount of KV of a worker in one cache tier. Tiers are "pages" (device pages, including those
-    of running sequences), "host" and "disk". On workers that decode, "host" includes swapped-out
-    sequences. `room_bytes` is the tier's capacity."""
+    of running sequences), "host" and "disk". `room_bytes` is the tier's capacity."""
 
     tier: str
     blocks: int

@@ -228,24 +228,15 @@ class WorkerRuntime:
         service = replace(self._service, port=0, http_port=None)
         return serve_offer(OfferedWeights("", parameters, seconds, content), service)
 
-    @property
-    def _host_bytes(self) -> int:
-        """Number of bytes of host memory for KV. 0 for prefill workers without a prefix cache,
-        which would not use it."""
-        prefix = self._config.prefix
-        unused = self._state.spec.role is WorkerRole.PREFILL and not prefix.reuse
-        return 0 if unused else prefix.host_bytes
-
     def _tiers(self) -> TierRoom:
         config = self._config
         apart = self._state.group.processes > 1 and config.instance.layout.dp > 1
-        room = tier_room(config.prefix, rank_bound=apart)
-        return room if self._host_bytes else TierRoom(always=room.always)
+        return tier_room(config.prefix, rank_bound=apart)
 
     def _fitted(self) -> WorkerConfig:
         spec, config = self._state.spec, self._config
         fraction = config.instance.memory_fraction
-        if self._host_bytes:
+        if config.prefix.host_bytes:
             check_disk_cache(config.prefix, config.instance.layout, self._state.group.processes)
             check_host_cache(config.prefix, self._state.devices[0], fraction, spec.sharers)
         if spec.geometry is None:

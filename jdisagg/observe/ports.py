@@ -133,28 +133,21 @@ class ObservedDecode:
             tracing.own(handoff_key(call.source.handoff_id), _owner(request))
         started = observer.now()
         latest: dict[int, float] = {}
-        aside: set[int] = set()  # children whose KV is in host memory
         try:
             with _failures(observer, self._worker, "generate", request, held.attempt):
                 async for span in spans:
-                    if tracing.on and (
-                        span.token_ids or span.end or span.lost or span.moving or span.aside
-                    ):
+                    if tracing.on and (span.token_ids or span.end or span.lost or span.moving):
                         now, before = observer.now(), latest.get(span.child)
                         first = "first span" if call.source is None else "hand-off to first span"
-                        later = "swapped out" if span.child in aside else "decode"
                         self._trace(
-                            first if before is None else later,
+                            first if before is None else "decode",
                             started if before is None else before,
                             now,
                             held,
                             span,
                         )
-                        if span.token_ids or span.aside:
+                        if span.token_ids:
                             latest[span.child] = now
-                            aside.discard(span.child)
-                        if span.aside:
-                            aside.add(span.child)
                     cause = _cause_in(span)
                     if cause:
                         observer.causes.put(request.tenant, request.request_id, cause)

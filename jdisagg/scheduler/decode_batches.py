@@ -10,7 +10,6 @@ Invariants: a slot has at most one sequence; a sequence is decoded only up to it
 its pages; tokens of a child are accepted once, in order."""
 
 from collections.abc import Callable
-from dataclasses import replace
 
 from jdisagg.config import InstanceConfig
 from jdisagg.messages.step_commands import (
@@ -294,7 +293,7 @@ class DecodeBatches:
                 if drafts is not None:
                     drafted = True
                     child.drafting -= drafts.drafts.count
-                if child.stage is not running and not _counts(child):
+                if child.stage is not running:
                     continue
                 if tokens is not seen:
                     seen, bad = tokens, BROKEN_TOKEN in tokens or STUCK_TOKEN in tokens
@@ -330,14 +329,6 @@ class DecodeBatches:
             kind, steps = self._kinds.pop(result.step)
             self._speculation.took(kind, seconds / steps, drafted, sum(map(len, issued)))
         return broken
-
-    def forget(self, child: Sequence) -> None:
-        nobody = replace(child, stage=Stage.ENDED)
-        for rows in self._issued.values():
-            rows[child.rank] = [
-                (nobody if one is child else one, due, drafts)
-                for one, due, drafts in rows[child.rank]
-            ]
 
     def _accept(
         self, child: Sequence, tokens: tuple[int, ...], logprobs: tuple[TokenLogprobs, ...]
@@ -411,10 +402,6 @@ class DecodeBatches:
             adapter=self._state.adapters.slot_of(child.group.request),
             shift=shift_before(position, child.group.request.images, limits.images),
         )
-
-
-def _counts(child: Sequence) -> bool:
-    return child.steps_count and child.stage in (Stage.SPILLED, Stage.RETURNING)
 
 
 def _issue(

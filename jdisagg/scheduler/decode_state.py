@@ -10,26 +10,16 @@ free."""
 
 import bisect
 from collections import Counter
-from collections.abc import Callable
-from dataclasses import replace
 
-from jdisagg.messages.worker_status import WorkerRole, WorkerStatus
 from jdisagg.request import FinishReason, Identity
 from jdisagg.scheduler.adapter_table import AdapterTable
 from jdisagg.scheduler.executor import MeshLimits
 from jdisagg.scheduler.handoff import HandoffEvent, HandoffState, sweep
 from jdisagg.scheduler.page_ledger import PageLedger, pages_for
-from jdisagg.scheduler.prefill_batches import PrefillJob
-from jdisagg.scheduler.priorities import head_start
+from jdisagg.scheduler.prompt_room import PromptRoom
 from jdisagg.scheduler.residency import BlockNames, Chain, Residency
-from jdisagg.scheduler.sequences import (
-    ChildProgress,
-    Sequence,
-    SequenceGroup,
-    Stage,
-    wanted_of_prompt,
-)
-from jdisagg.scheduler.state_slots import StateSlots, snapshots_of
+from jdisagg.scheduler.sequences import ChildProgress, Sequence, SequenceGroup, Stage
+from jdisagg.scheduler.state_slots import snapshots_of
 
 
 class DecodeState:
@@ -51,8 +41,10 @@ class DecodeState:
     ) -> None:
         self.limits = limits
         self.ledgers = [PageLedger(limits.pages_per_rank) for _ in range(limits.ranks)]
-        self.states = StateSlots(limits)
-        self.residency = Residency(self.ledgers, limits.page_size, names, snapshots_of(limits))
+        self.room = PromptRoom(limits)
+        self.states = self.room.states
+        snapshots = snapshots_of(limits, self.room.windows)
+        self.residency = Residency(self.ledgers, limits.page_size, names, snapshots)
         self.slots: list[list[Sequence | None]] = [
             [None] * limits.slots_per_rank for _ in range(limits.ranks)
         ]
@@ -69,14 +61,8 @@ class DecodeState:
         self._priorities: Counter[int] = Counter()  # number of groups by priority
         self.news: list[ChildProgress] = []
         self.preemptions = 0
-        # function that releases pages of a rank that no sequence holds; returns False if there are
-        # none
-        self.give_way: Callable[[int], bool] = lambda rank: False
-        # function that swaps out a sequence whose pages are needed; returns False if recomputing is
-        # better
-        self.spill: Callable[[Sequence], bool] = lambda child: False
+        self.cut: list[int] = []  # owners of pages for other workers that sequences needed
         self.adapters = adapters or AdapterTable(limits.adapters)
-        self.rank_bound = False  # whether swapped-out KV can be restored only to its rank
         self._last_key = 0
 
     def new_key(self) -> int:
@@ -90,24 +76,6 @@ class DecodeState:
             self.note_pages(child)
         self._named.setdefault(group.request.identity, []).append(group)
         self._priorities[group.request.priority] += 1
-
-    def prefill_job(self, group: SequenceGroup) -> PrefillJob:
-        rank, known, cached = group.rank, group.known_tokens, group.cached_tokens
-        return PrefillJob(
-            group.key,
-            rank,
-            known,
-            self.ledgers[rank].pages(group.key),
-            tuple([child.sample_spec() for child in group.alive]),
-            group.arrival - head_start(group.request.priority),
-            cached_tokens=cached,
-            state=self.states.slot(rank, group.key),
-            prompt_logprobs=wanted_of_prompt(group.request, tuple(group.children[0].generated)),
-            snapshots=self.residency.wanted_snapshots(rank, group.chain, len(known), cached),
-            adapter=self.adapters.slot_of(group.request),
-            priority=group.request.priority,
-            images=group.request.scoped_images,
-        )
 
     def groups_of(self, identity: Identity) -> list[SequenceGroup]:
         """A request may have several groups, for different attempts and children."""
@@ -151,12 +119,10 @@ class DecodeState:
             self.growing[child.rank].discard(child.key)
 
     def contexts(self) -> tuple[int, ...]:
-        contexts, absent = [0] * self.limits.ranks, (Stage.ENDED, Stage.SPILLED)
+        contexts = [0] * self.limits.ranks
         for group in self.groups.values():
-            prompt = len(group.request.prompt_token_ids)
-            for child in group.children:
-                if child.stage not in absent:
-                    contexts[group.rank] += prompt + len(child.generated)
+            for child in group.alive:
+                contexts[group.rank] += group.prompt_tokens + len(child.generated)
         return tuple(contexts)
 
     def reserved_pages(self) -> tuple[int, ...]:
@@ -166,28 +132,6 @@ class DecodeState:
                 if child.stage is Stage.RESERVED:
                     pages[group.rank].update(self.ledgers[group.rank].pages(child.key))
         return tuple(map(len, pages))
-
-    def status(self, name: str, role: WorkerRole, layout: str) -> WorkerStatus:
-        """Returns a worker's status. Only the fields that this state determines are filled in."""
-        limits = self.limits
-        return WorkerStatus(
-            name=name,
-            role=role,
-            layout=layout,
-            free_pages=tuple([ledger.free_pages for ledger in self.ledgers]),
-            total_pages=tuple([ledger.total_pages for ledger in self.ledgers]),
-            running=sum(self.living),
-            waiting=0,
-            slots=limits.ranks * limits.slots_per_rank,
-            page_size=limits.page_size,
-            context_tokens=limits.context_tokens,
-            preemptions=self.preemptions,
-            reserved_pages=self.reserved_pages(),
-            rank_sequences=tuple(self.living),
-            rank_contexts=self.contexts(),
-            free_states=self.states.free_by_rank(),
-            total_states=self.states.total_by_rank(),
-        )
 
     @property
     def one_priority(self) -> bool:
@@ -201,14 +145,12 @@ class DecodeState:
         """Returns, for each priority, the number of sequences that have pages and the number of
         these pages."""
         keys: dict[int, list[list[int]]] = {}  # keys of children by priority and rank
-        absent = (Stage.ENDED, Stage.SPILLED)
         for group in self.groups.values():
-            for child in group.children:
-                if child.stage not in absent:
-                    priority = group.request.priority
-                    if priority not in keys:
-                        keys[priority] = [[] for _ in self.ledgers]
-                    keys[priority][group.rank].append(child.key)
+            for child in group.alive:
+                priority = group.request.priority
+                if priority not in keys:
+                    keys[priority] = [[] for _ in self.ledgers]
+                keys[priority][group.rank].append(child.key)
         return {
             priority: (sum(map(len, ranks)), sum(map(PageLedger.count_all, self.ledgers, ranks)))
             for priority, ranks in keys.items()
@@ -239,17 +181,17 @@ class DecodeState:
         finish: FinishReason | None = None,
         preempted: bool = False,
         moved: bool = False,
-        counted: bool = True,
+        yielded: bool = False,
     ) -> None:
         """Ends a finished, aborted or preempted child. Frees its slot and pages, and reports its
-        last tokens and the reason for its end. Idempotent."""
+        last tokens and the reason for its end. Its full blocks stay in the prefix cache, where
+        another attempt finds them. Idempotent."""
         if child.stage is Stage.ENDED:
             return
-        if child.stage is not Stage.SPILLED:
-            self._vacate(child)
-            self.states.free(child.rank, child.key)
+        self._vacate(child, preempted)
+        self.states.free(child.rank, child.key)
         child.stage = Stage.ENDED
-        self.preemptions += preempted and counted
+        self.preemptions += preempted
         last = self.untold(child)
         self.news.append(
             ChildProgress(
@@ -261,25 +203,13 @@ class DecodeState:
                 finish,
                 preempted,
                 moved,
+                yielded,
             )
         )
         if not child.group.alive:
             self._forget(child.group)
 
-    def set_aside(self, child: Sequence) -> None:
-        self._vacate(child)
-        self.states.free(child.rank, child.key)
-        child.stage = Stage.SPILLED
-        self.preemptions += child.group.suspended_until is None
-        self.news.append(replace(self.untold(child), aside=True))
-
-    def take_back(self, child: Sequence, rank: int) -> None:
-        child.group.rank, child.stage = rank, Stage.RETURNING
-        self.states.take(rank, child.key)
-        self.living[rank] += 1
-        self.note_pages(child)
-
-    def _vacate(self, child: Sequence) -> None:
+    def _vacate(self, child: Sequence, returns: bool) -> None:
         chain = self.chain_to_keep(child)
         if child.stage is Stage.RUNNING:
             self.slots[child.rank][child.slot] = None
@@ -290,7 +220,7 @@ class DecodeState:
             self.ready.remove(child)
         self.living[child.rank] -= 1
         self.growing[child.rank].discard(child.key)
-        self.residency.let_go(child.rank, child.key, chain)
+        self.residency.let_go(child.rank, child.key, chain, awaited=returns)
 
     def chain_to_keep(self, child: Sequence) -> Chain:
         """Returns the hashes of the full blocks of a child that stay in the prefix cache when the
@@ -298,8 +228,7 @@ class DecodeState:
         Steps in flight write only to positions after these blocks."""
         group = child.group
         stale = group.epoch != self.residency.epoch
-        waits = child.stage in (Stage.RESERVED, Stage.RETURNING)
-        if not self.residency.on or waits or stale:
+        if not self.residency.on or child.stage is Stage.RESERVED or stale:
             return ()
         if not self.residency.keeps_answers:
             return group.chain
@@ -316,9 +245,12 @@ class DecodeState:
         child.held_logprobs.clear()
         return ChildProgress(child.group.key, child.child, first, tokens, logprobs)
 
-    def end_group(self, group: SequenceGroup, preempted: bool = False) -> None:
+    def end_group(
+        self, group: SequenceGroup, preempted: bool = False, yielded: bool = False
+    ) -> None:
+        finish = None if preempted else FinishReason.CANCELLED
         for child in group.alive:
-            self.end_child(child, None if preempted else FinishReason.CANCELLED, preempted)
+            self.end_child(child, finish, preempted, yielded=yielded)
 
     def release_root(self, group: SequenceGroup) -> None:
         """Releases the pages that the group itself owns. Pages that its children own, too, stay in
@@ -331,14 +263,15 @@ class DecodeState:
 
     def preempt_for(self, needy: Sequence) -> bool:
         """Frees at least one page on the rank of `needy`. Pages of cached blocks that are being
-        sent to other workers are freed first, which ends these transfers. If there are none, the
-        youngest sequence of the lowest priority is preempted. Returns False if this sequence is
-        `needy` itself.
+        sent to other workers are freed first; the worker must end the transfers in `cut`. If there
+        are none, the youngest sequence of the lowest priority is preempted. Returns False if this
+        sequence is `needy` itself.
 
         If the preempted child's KV is still arriving, its whole group is ended."""
         ledger = self.ledgers[needy.rank]
         while not ledger.free_pages:
-            if self.give_way(needy.rank):
+            if (owner := self.residency.release_newest(needy.rank)) is not None:
+                self.cut.append(owner)
                 continue
             victim = max(
                 (
@@ -346,13 +279,12 @@ class DecodeState:
                     for group in self.groups.values()
                     if group.rank == needy.rank
                     for child in group.alive
-                    if child.stage is not Stage.SPILLED
                 ),
                 key=_precedence,
             )
             if victim.stage is Stage.RESERVED:
                 self.end_group(victim.group, preempted=True)
-            elif not self.spill(victim):
+            else:
                 self.end_child(victim, preempted=True)
             if victim is needy:
                 return False
@@ -377,7 +309,7 @@ class DecodeState:
 
 
 def _order(child: Sequence) -> tuple[float, int, int]:
-    return (*child.order, child.child)
+    return child.order
 
 
 def _precedence(child: Sequence) -> tuple[int, float, int, int]:

@@ -24,7 +24,8 @@ LOW_WATERMARK = 0.9
 LEAST_ASKED = 0.1
 ASKED_WINDOW = 128  # number of evictions over which the share is averaged
 # Largest numbers of blocks that are copied to host memory at the same time. The number is smaller
-# on a mesh that decodes, because the copies run between its steps.
+# on a mesh that decodes, because the copies run between its steps, unless they are blocks of a
+# preempted sequence.
 MOST_WRITING, MOST_WRITING_OF_DECODE = 32, 8
 
 
@@ -110,8 +111,7 @@ class AskedAgain:
 
 
 class HostBlocks:
-    """The KV blocks of one mesh in host memory, at most `capacity` blocks. After `capacity` was
-    lowered, `shrink` must be called.
+    """The KV blocks of one mesh in host memory, at most `capacity` blocks.
 
     Args:
         bound: Whether a block can be restored only to the rank whose pages it was in.
@@ -204,15 +204,9 @@ class HostBlocks:
         self._blocks.clear()
         return gone
 
-    def shrink(self) -> tuple[HostBlock, ...]:
-        """Evicts blocks until at most `capacity` are left. Blocks that are being copied are not
-        evicted. Returns the evicted blocks."""
-        return self._evict(self.capacity)
-
     def _make_room(self) -> tuple[HostBlock, ...]:
-        return self._evict(min(self.capacity - 1, int(self.capacity * LOW_WATERMARK)))
-
-    def _evict(self, low: int) -> tuple[HostBlock, ...]:
+        """Evicts blocks that are not being copied."""
+        low = min(self.capacity - 1, int(self.capacity * LOW_WATERMARK))
         gone: list[HostBlock] = []
         for block in list(self._blocks.values()):
             if len(self._blocks) <= low:

@@ -4,47 +4,15 @@ No prompt overtakes another, with one exception. A decode worker that is too slo
 prompts' KV is called a stalled destination. Prompts of a stalled destination are not computed, so
 that prompts of other destinations overtake them.
 
-`admit` depends only on its snapshot, so recorded snapshots can be replayed."""
+`admit` depends only on its snapshot and has no side effects."""
 
 from collections.abc import Mapping
 
 import msgspec
 
+from jdisagg.scheduler.prompt import Prompt
+
 STALLED_TOTAL = 4
-
-
-class QueuedPrompt(msgspec.Struct, frozen=True, gc=False):
-    """The properties of a waiting prompt that admission uses.
-
-    Attributes:
-        pages: Number of pages that the whole prompt needs. All are assigned together.
-        cached_tokens: For each rank, the number of the prompt's leading tokens that the rank
-            caches; empty if no rank caches any.
-        arrival: Time of arrival, made earlier by the `head_start` of the priority.
-    """
-
-    key: int
-    arrival: float
-    destination: str
-    tokens: int
-    pages: int
-    cached_tokens: tuple[int, ...] = ()
-    states: int = 0
-    priority: int = 0
-
-    @property
-    def known_tokens(self) -> int:
-        return max(self.cached_tokens, default=0)
-
-    def left_tokens(self, rank: int) -> int:
-        return self.tokens - (self.cached_tokens[rank] if self.cached_tokens else 0)
-
-    @property
-    def order(self) -> tuple[float, int]:
-        return (self.arrival, self.key)
-
-
-_Begun = tuple[QueuedPrompt, int]  # a prompt that has pages, and its rank
 
 
 class RankLoad(msgspec.Struct, frozen=True, gc=False):
@@ -60,14 +28,15 @@ class AdmissionSnapshot(msgspec.Struct, frozen=True):
     """The input of `admit`.
 
     Attributes:
+        unbegun: Prompts that have pages, and no issued chunk.
         offered_tokens: For each decode worker, the number of tokens whose KV it has not fetched
             yet.
         most_offered_tokens: Number of unfetched tokens from which on a decode worker counts as
             stalled.
     """
 
-    waiting: tuple[QueuedPrompt, ...]
-    unbegun: tuple[tuple[QueuedPrompt, int], ...]
+    waiting: tuple[Prompt, ...]
+    unbegun: tuple[Prompt, ...]
     ranks: tuple[RankLoad, ...]
     offered_tokens: Mapping[str, int]
     most_offered_tokens: int
@@ -110,17 +79,17 @@ def admit(now: AdmissionSnapshot) -> Admission:
     states = [rank.free_states for rank in now.ranks]
     withdrawn: list[int] = []
 
-    def withdraw(prompt: QueuedPrompt, rank: int) -> None:
+    def withdraw(prompt: Prompt) -> None:
         withdrawn.append(prompt.key)
-        free[rank] += prompt.pages
-        states[rank] += prompt.states
-        queued[rank] -= prompt.left_tokens(rank)
+        unbegun.remove(prompt)
+        free[prompt.rank] += prompt.needs_pages
+        states[prompt.rank] += prompt.needs_states
+        queued[prompt.rank] -= prompt.uncached_tokens(prompt.rank)
 
     unbegun = list(now.unbegun)
-    for prompt, rank in now.unbegun if stalled else ():
+    for prompt in now.unbegun if stalled else ():
         if prompt.destination in stalled:
-            withdraw(prompt, rank)
-            unbegun.remove((prompt, rank))
+            withdraw(prompt)
     placed, blocked = [], None
     for prompt in now.waiting:
         if prompt.destination in stalled:
@@ -128,16 +97,15 @@ def admit(now: AdmissionSnapshot) -> Admission:
         rank = _rank_with_room(prompt, free, queued, states)
         if rank is None:
             for other in _giving_way(prompt, unbegun, free, states):
-                withdraw(*other)
-                unbegun.remove(other)
+                withdraw(other)
             rank = _rank_with_room(prompt, free, queued, states)
         if rank is None:
             blocked = prompt.key
             break
         placed.append((prompt.key, rank))
-        free[rank] -= prompt.pages
-        states[rank] -= prompt.states
-        queued[rank] += prompt.left_tokens(rank)
+        free[rank] -= prompt.needs_pages
+        states[rank] -= prompt.needs_states
+        queued[rank] += prompt.uncached_tokens(rank)
     return Admission(tuple(placed), tuple(withdrawn), stalled, full, blocked)
 
 
@@ -150,33 +118,35 @@ def _stalled(offered_tokens: Mapping[str, int], most: int) -> tuple[frozenset[st
 
 
 def _giving_way(
-    prompt: QueuedPrompt, unbegun: list[_Begun], free: list[int], states: list[int]
-) -> list[_Begun]:
+    prompt: Prompt, unbegun: list[Prompt], free: list[int], states: list[int]
+) -> list[Prompt]:
     """Chooses the lowest priority first, and among equal priorities the newest prompt."""
-    lower = [one for one in unbegun if one[0].priority < prompt.priority]
-    lower.sort(key=lambda one: one[0].order, reverse=True)
-    lower.sort(key=lambda one: one[0].priority)
+    lower = [one for one in unbegun if one.priority < prompt.priority]
+    lower.sort(key=lambda one: one.order, reverse=True)
+    lower.sort(key=lambda one: one.priority)
     for rank in range(len(free)):
         pages, slots, few = free[rank], states[rank], []
-        for other in [one for one in lower if one[1] == rank]:
+        for other in [one for one in lower if one.rank == rank]:
             few.append(other)
-            pages, slots = pages + other[0].pages, slots + other[0].states
-            if pages >= prompt.pages and slots >= prompt.states:
+            pages, slots = pages + other.needs_pages, slots + other.needs_states
+            if pages >= prompt.needs_pages and slots >= prompt.needs_states:
                 return few
     return []
 
 
 def _rank_with_room(
-    prompt: QueuedPrompt, free: list[int], queued: list[int], states: list[int]
+    prompt: Prompt, free: list[int], queued: list[int], states: list[int]
 ) -> int | None:
     """If several would finish at the same time, returns the one with most free pages."""
     ranks = [
         rank
         for rank, free_pages in enumerate(free)
-        if free_pages >= prompt.pages and states[rank] >= prompt.states
+        if free_pages >= prompt.needs_pages and states[rank] >= prompt.needs_states
     ]
     return min(
-        ranks, key=lambda rank: (queued[rank] + prompt.left_tokens(rank), -free[rank]), default=None
+        ranks,
+        key=lambda rank: (queued[rank] + prompt.uncached_tokens(rank), -free[rank]),
+        default=None,
     )
 
 

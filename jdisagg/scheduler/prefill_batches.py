@@ -9,67 +9,14 @@ is sampled only in the prompt's last row; a rank has at most one partly issued p
 priority, not counting those in `held`."""
 
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
 
 import msgspec
 
-from jdisagg.messages.step_commands import OfferSpec, PrefillChunk, PrefillRow, SampleSpec
-from jdisagg.prompt.images import PromptImage, shift_before, within
+from jdisagg.messages.step_commands import OfferSpec, PrefillChunk, PrefillRow
+from jdisagg.prompt.images import shift_before, within
 from jdisagg.scheduler.blocks import merged_block, padded, split_blocks
 from jdisagg.scheduler.executor import MeshLimits
-
-
-@dataclass(slots=True)
-class PrefillJob:
-    """One sequence to prefill on `rank` into `pages`.
-
-    Attributes:
-        cached_tokens: Number of leading positions whose KV was in the pages before the job began.
-        issued_tokens: Number of leading positions that are cached or part of issued chunks.
-        offers_from: First position whose KV is sent to a decode worker, a multiple of
-            `granule_tokens`; None if no KV is sent.
-        prompt_logprobs: Number of log-probabilities to return for each prompt token, or None. If it
-            is set, no positions are cached.
-        snapshots: Positions, ascending, at which snapshots of the state are wanted.
-        windows: Page table of the sequence for sliding-window layers, if these have pages of their
-            own.
-        arrival: Time of arrival, made earlier by the `head_start` of the priority.
-    """
-
-    sequence: int
-    rank: int
-    tokens: tuple[int, ...]
-    pages: tuple[int, ...]
-    samples: tuple[SampleSpec, ...]
-    arrival: float
-    offers_from: int | None = None
-    cached_tokens: int = 0
-    issued_tokens: int = 0
-    state: int = 0
-    prompt_logprobs: int | None = None
-    snapshots: tuple[int, ...] = ()
-    adapter: int = 0
-    priority: int = 0
-    images: tuple[PromptImage, ...] = ()
-    windows: tuple[int, ...] = ()
-
-    def __post_init__(self) -> None:
-        self.issued_tokens = max(self.issued_tokens, self.cached_tokens)
-
-    @property
-    def begun(self) -> bool:
-        return self.issued_tokens > self.cached_tokens
-
-    @property
-    def left_tokens(self) -> int:
-        return len(self.tokens) - self.issued_tokens
-
-    def most_tokens(self, grain: int) -> int:
-        """Returns the largest number of next tokens that one row may have. A row makes at most one
-        snapshot, after a multiple of `grain` tokens or at its end."""
-        ahead = [at - self.issued_tokens for at in self.snapshots if at > self.issued_tokens]
-        ends = len(ahead) > 1 or (ahead and ahead[0] % grain)
-        return ahead[0] if ends else self.left_tokens
+from jdisagg.scheduler.prompt import Prompt
 
 
 class PrefillBatches:
@@ -95,7 +42,7 @@ class PrefillBatches:
         self._cut_tokens = cut_tokens if fits else None
         self._new_id = new_id
         self._snapshot = snapshot
-        self._queues: list[list[PrefillJob]] = [[] for _ in range(limits.ranks)]
+        self._queues: list[list[Prompt]] = [[] for _ in range(limits.ranks)]
 
     def __len__(self) -> int:
         return sum([len(queue) for queue in self._queues])
@@ -104,7 +51,7 @@ class PrefillBatches:
         return any(self._queues)
 
     def queued_tokens(self, rank: int) -> int:
-        return sum(job.left_tokens for job in self._queues[rank])
+        return sum(prompt.left_tokens for prompt in self._queues[rank])
 
     def beside(self, sizes: Sequence[int]) -> tuple[int, ...]:
         return tuple(size for size in sizes if size >= (self._cut_tokens or 0))
@@ -112,22 +59,23 @@ class PrefillBatches:
     def gathers(self) -> bool:
         """Returns whether the next chunk should wait for more prompts: some dp rank has no prompt,
         and no prompt is in the middle of its chunked prefill."""
-        begun = any(job.begun for queue in self._queues for job in queue)
+        begun = any(prompt.begun for queue in self._queues for prompt in queue)
         return not all(self._queues) and not begun
 
-    def add(self, job: PrefillJob) -> None:
-        """Queues a job in order of arrival. The job is never queued before a partly issued job of
-        the same or a higher priority. It may precede a partly issued job of lower priority, which
-        then continues after it."""
-        queue = self._queues[job.rank]
+    def add(self, prompt: Prompt) -> None:
+        """Queues a prompt in order of arrival. It is never queued before a partly issued prompt of
+        the same or a higher priority. It may precede a partly issued prompt of lower priority,
+        which then continues after it."""
+        prompt.issued_tokens = prompt.cached_tokens
+        queue = self._queues[prompt.rank]
         place = len(queue)
-        while place and _precedes(job, queue[place - 1]):
+        while place and _precedes(prompt, queue[place - 1]):
             place -= 1
-        queue.insert(place, job)
+        queue.insert(place, prompt)
 
     def remove(self, sequence: int) -> None:
         for queue in self._queues:
-            queue[:] = [job for job in queue if job.sequence != sequence]
+            queue[:] = [prompt for prompt in queue if prompt.key != sequence]
 
     def next_chunk(
         self,
@@ -164,7 +112,9 @@ class PrefillBatches:
         return PrefillChunk(step, chunk_tokens, tuple(row for packed in ranks for row in packed))
 
     def _leaves_ranks_idle(self, held: Collection[int]) -> bool:
-        return not all([any([job.sequence not in held for job in queue]) for queue in self._queues])
+        return not all(
+            [any([prompt.key not in held for prompt in queue]) for queue in self._queues]
+        )
 
     def _merged(self, row: PrefillRow, chunk_tokens: int) -> PrefillRow:
         limits = self._limits
@@ -187,81 +137,84 @@ class PrefillBatches:
 
     def _pack(self, rank: int, held: Collection[int], largest: int) -> list[PrefillRow]:
         limits = self._limits
-        queue = [job for job in self._queues[rank] if job.sequence not in held]
-        picked: list[tuple[PrefillJob, int]] = []
+        queue = [prompt for prompt in self._queues[rank] if prompt.key not in held]
+        picked: list[tuple[Prompt, int]] = []
         used = samples = continuing = 0
         capacity = min(limits.pack_tokens or largest, largest)
         while queue and len(picked) < limits.rows_per_chunk and (not picked or used < capacity):
-            job = queue[0]
+            prompt = queue[0]
             if picked and (
-                job.begun  # a chunk continues one prompt at most
-                or (job.cached_tokens and continuing == limits.continuing_rows)
+                prompt.begun  # a chunk continues one prompt at most
+                or (prompt.cached_tokens and continuing == limits.continuing_rows)
             ):
                 break
-            tokens = self._part(job, capacity - used if picked else largest)
+            tokens = self._part(prompt, capacity - used if picked else largest)
             if picked and not tokens:
                 break
-            if picked and tokens < job.left_tokens and capacity < largest:
+            if picked and tokens < prompt.left_tokens and capacity < largest:
                 break  # shared chunks have whole prompts only; this prompt gets its own chunk
-            if tokens == job.left_tokens:
-                if samples + len(job.samples) > limits.samples_per_chunk:
+            if tokens == prompt.left_tokens:
+                if samples + len(prompt.samples) > limits.samples_per_chunk:
                     break
-                samples += len(job.samples)
+                samples += len(prompt.samples)
                 queue.pop(0)
-                self._queues[rank].remove(job)
+                self._queues[rank].remove(prompt)
             else:
                 queue = []  # the chunk is full
-            picked.append((job, tokens))
-            continuing += job.issued_tokens > 0
+            picked.append((prompt, tokens))
+            continuing += prompt.issued_tokens > 0
             used += padded(tokens, limits.granule_tokens)
         return self._rows(picked)
 
-    def _part(self, job: PrefillJob, room_tokens: int) -> int:
-        if job.snapshots and (most := job.most_tokens(self._limits.state_grain)) <= room_tokens:
+    def _part(self, prompt: Prompt, room_tokens: int) -> int:
+        if (
+            prompt.snapshots
+            and (most := prompt.most_tokens(self._limits.state_grain)) <= room_tokens
+        ):
             return most
-        if job.left_tokens <= room_tokens or not self._cut_tokens:
-            return min(job.left_tokens, room_tokens)
-        end = (job.issued_tokens + room_tokens) // self._cut_tokens * self._cut_tokens
-        return max(0, end - job.issued_tokens)
+        if prompt.left_tokens <= room_tokens or not self._cut_tokens:
+            return min(prompt.left_tokens, room_tokens)
+        end = (prompt.issued_tokens + room_tokens) // self._cut_tokens * self._cut_tokens
+        return max(0, end - prompt.issued_tokens)
 
-    def _rows(self, picked: list[tuple[PrefillJob, int]]) -> list[PrefillRow]:
+    def _rows(self, picked: list[tuple[Prompt, int]]) -> list[PrefillRow]:
         rows: list[PrefillRow] = []
         offset = 0
-        for job, tokens in sorted(picked, key=lambda one: one[0].issued_tokens == 0):
-            rows.append(self._row(job, offset, tokens))
+        for prompt, tokens in sorted(picked, key=lambda one: one[0].issued_tokens == 0):
+            rows.append(self._row(prompt, offset, tokens))
             offset += padded(tokens, self._limits.granule_tokens)
         return rows
 
-    def _row(self, job: PrefillJob, offset: int, tokens: int) -> PrefillRow:
-        start = job.issued_tokens
-        job.issued_tokens += tokens
-        columns = -(-job.issued_tokens // self._limits.page_size)
+    def _row(self, prompt: Prompt, offset: int, tokens: int) -> PrefillRow:
+        start = prompt.issued_tokens
+        prompt.issued_tokens += tokens
+        columns = -(-prompt.issued_tokens // self._limits.page_size)
         row = PrefillRow(
-            sequence=job.sequence,
-            rank=job.rank,
+            sequence=prompt.key,
+            rank=prompt.rank,
             offset=offset,
-            tokens=job.tokens[start : job.issued_tokens],
+            tokens=prompt.token_ids[start : prompt.issued_tokens],
             start=start,
-            pages=job.pages[:columns],
-            windows=job.windows[:columns],
-            samples=job.samples if not job.left_tokens else (),
-            offers=tuple(self._offers(offset, tokens, start, job.offers_from)),
-            state=job.state,
-            adapter=job.adapter,
-            images=within(job.images, start, job.issued_tokens),
-            shift=shift_before(start, job.images, self._limits.images),
+            pages=prompt.pages[:columns],
+            windows=prompt.windows[:columns],
+            samples=prompt.samples if not prompt.left_tokens else (),
+            offers=tuple(self._offers(offset, tokens, start, prompt.offers_from)),
+            state=prompt.state,
+            adapter=prompt.adapter,
+            images=within(prompt.images, start, prompt.issued_tokens),
+            shift=shift_before(start, prompt.images, self._limits.images),
         )
-        for at in job.snapshots:
+        for at in prompt.snapshots:
             slot = None
-            if start < at <= job.issued_tokens:
-                slot = self._snapshot(job.rank, job.sequence, at)
+            if start < at <= prompt.issued_tokens:
+                slot = self._snapshot(prompt.rank, prompt.key, at)
             if slot is not None:
                 row = msgspec.structs.replace(row, snapshot=slot, snapshot_at=at)
-        if job.prompt_logprobs is None:
+        if prompt.prompt_logprobs is None:
             return row
-        following = job.tokens[job.issued_tokens] if job.left_tokens else -1
+        following = prompt.token_ids[prompt.issued_tokens] if prompt.left_tokens else -1
         return msgspec.structs.replace(
-            row, prompt_logprobs=job.prompt_logprobs, following=following
+            row, prompt_logprobs=prompt.prompt_logprobs, following=following
         )
 
     def _offers(
@@ -286,5 +239,5 @@ class PrefillBatches:
         ]
 
 
-def _precedes(job: PrefillJob, other: PrefillJob) -> bool:
-    return job.arrival < other.arrival and (not other.begun or job.priority > other.priority)
+def _precedes(prompt: Prompt, other: Prompt) -> bool:
+    return prompt.order < other.order and (not other.begun or prompt.priority > other.priority)

@@ -9,53 +9,20 @@ After a reservation, at least one page is free for each sequence that may still 
 import bisect
 from collections import Counter
 from collections.abc import Sequence as Sized
-from dataclasses import dataclass
 
 from jdisagg.errors import InvalidRequestError
+from jdisagg.messages.ports import Child
 from jdisagg.request import Request
 from jdisagg.scheduler.decode_state import DecodeState
 from jdisagg.scheduler.executor import sequences_ahead
 from jdisagg.scheduler.handoff import Handoff, HandoffState
 from jdisagg.scheduler.page_ledger import pages_for
-from jdisagg.scheduler.priorities import YieldingSequence, head_start, to_preempt
-from jdisagg.scheduler.residency import Chain
-from jdisagg.scheduler.sequences import Sequence, SequenceGroup, Stage, wanted_of_prompt
-from jdisagg.scheduler.spills import Spill
+from jdisagg.scheduler.priorities import YieldingSequence, to_preempt
+from jdisagg.scheduler.prompt import Prompt
+from jdisagg.scheduler.sequences import Sequence, SequenceGroup, Stage
 
 # stages in which a sequence has pages and may lose them
 _HOLDING = (Stage.RESERVED, Stage.READY, Stage.RUNNING)
-
-
-@dataclass(slots=True)
-class WaitingReservation:
-    """A request that waits for pages.
-
-    Attributes:
-        chain: Hashes of the request's full blocks, some of which may be cached; empty if cached
-            blocks must not be used.
-        computes: Whether this mesh computes the uncached tokens itself. At least one token is then
-            treated as uncached.
-    """
-
-    ticket: int
-    request: Request
-    attempt: int
-    children: tuple[tuple[int, tuple[int, ...]], ...]
-    arrival: float
-    chain: Chain = ()
-    computes: bool = False
-
-    @property
-    def order(self) -> tuple[float, int]:
-        return (self.arrival - head_start(self.priority), self.ticket)
-
-    @property
-    def priority(self) -> int:
-        return self.request.priority
-
-    @property
-    def known_tokens(self) -> int:
-        return len(self.request.prompt_token_ids) + len(self.children[0][1])
 
 
 class Reservations:
@@ -64,32 +31,23 @@ class Reservations:
     Args:
         ahead_sequences: Number of sequences that may hold pages beyond the number of batch slots;
             None means a quarter of the slots.
-        computes: Whether the mesh computes all prompts itself instead of receiving their KV.
     """
 
     def __init__(
-        self,
-        state: DecodeState,
-        growth_tokens: int,
-        ahead_sequences: int | None = None,
-        computes: bool = False,
+        self, state: DecodeState, growth_tokens: int, ahead_sequences: int | None = None
     ) -> None:
         self._state = state
-        self._computes = computes
         self._growth_tokens = growth_tokens
         self._ahead = sequences_ahead(state.limits.slots_per_rank, ahead_sequences)
-        self.queue: list[WaitingReservation] = []
+        self.queue: list[Prompt] = []
 
     def __len__(self) -> int:
         return len(self.queue)
 
-    def waiting_with(self, priority: int) -> int:
-        return sum([waiting.priority >= priority for waiting in self.queue])
-
     def priorities(self) -> dict[int, int]:
         return Counter([waiting.priority for waiting in self.queue])
 
-    def check(self, request: Request, children: Sized[tuple[int, tuple[int, ...]]]) -> None:
+    def check(self, request: Request, children: tuple[Child, ...]) -> None:
         """Raises InvalidRequestError if the request would not fit even on an idle mesh."""
         limits = self._state.limits
         prompt = len(request.prompt_token_ids)
@@ -118,9 +76,7 @@ class Reservations:
             )
         if len(children) == 1:
             return  # it can begin with fewer pages than it needs at its end
-        least = self._pages(
-            WaitingReservation(0, request, 0, tuple(children), 0.0), growth_tokens=1
-        )
+        least = self._pages(Prompt(0, request, children, 0.0), growth_tokens=1)
         if least > limits.pages_per_rank:
             raise InvalidRequestError(
                 f"n={len(children)} streams of a prompt of {prompt} tokens need {least} pages to"
@@ -128,71 +84,25 @@ class Reservations:
                 " pages"
             )
 
-    def enqueue(
-        self,
-        request: Request,
-        attempt: int,
-        children: tuple[tuple[int, tuple[int, ...]], ...],
-        arrival: float,
-        whole: bool = False,
-        computes: bool = False,
-    ) -> int:
-        """Queues a request that `check` accepted. Returns its ticket, which identifies the waiting
-        request.
+    def enqueue(self, waiting: Prompt) -> None:
+        """Queues a request that `check` accepted."""
+        bisect.insort(self.queue, waiting, key=lambda waiting: waiting.order)
 
-        Args:
-            whole: Whether to reserve pages for the whole request, without using cached blocks.
-        """
-        ticket = self._state.new_key()
-        known = request.prompt_token_ids + children[0][1]
-        chain = () if whole else self._state.residency.chain(request, known)
-        computes = computes or self._computes
-        bisect.insort(
-            self.queue,
-            WaitingReservation(ticket, request, attempt, children, arrival, chain, computes),
-            key=lambda waiting: waiting.order,
-        )
-        return ticket
+    def withdraw(self, key: int) -> None:
+        self.queue = [waiting for waiting in self.queue if waiting.key != key]
 
-    def rename(self) -> None:
-        for waiting in self.queue:
-            if waiting.chain:
-                known = waiting.request.prompt_token_ids + waiting.children[0][1]
-                waiting.chain = self._state.residency.chain(waiting.request, known)
-
-    def withdraw(self, ticket: int) -> None:
-        self.queue = [waiting for waiting in self.queue if waiting.ticket != ticket]
-
-    def earlier(self, request: Request, indices: set[int], attempt: int) -> list[int]:
-        """Returns the tickets of waiting requests that a new attempt replaces: those of earlier
-        attempts for the same request and at least one of the same children."""
-        return [
-            waiting.ticket
-            for waiting in self.queue
-            if waiting.request.identity == request.identity
-            and waiting.attempt < attempt
-            and indices & {index for index, _ in waiting.children}
-        ]
-
-    def grant(
-        self, lease_until: float, before: tuple[float, int] | None = None
-    ) -> list[SequenceGroup]:
+    def grant(self, lease_until: float) -> list[SequenceGroup]:
         """Reserves pages for requests from the start of the queue, as long as there is room.
-        Returns the new groups. A group's key is the request's ticket.
-
-        Args:
-            before: Only requests that precede this (arrival, ticket) get pages; None means no
-                limit.
-        """
+        Returns the new groups. A group has the key of its prompt."""
         granted: list[SequenceGroup] = []
-        while self.waits(before):
+        while self.queue:
             group = self.grant_one(self.queue[0], lease_until)
             if group is None:
                 break
             granted.append(group)
         return granted
 
-    def grant_one(self, waiting: WaitingReservation, lease_until: float) -> SequenceGroup | None:
+    def grant_one(self, waiting: Prompt, lease_until: float) -> SequenceGroup | None:
         choice = self._rank_with_room(waiting)
         if choice is None:
             return None
@@ -201,7 +111,7 @@ class Reservations:
 
     # ---- sequences that yield
 
-    def pressing(self) -> WaitingReservation | None:
+    def pressing(self) -> Prompt | None:
         lowest = self._state.lowest_priority if self.queue else None
         if lowest is None:
             return None
@@ -212,7 +122,7 @@ class Reservations:
                 return waiting
         return None
 
-    def to_preempt(self, waiting: WaitingReservation, coming: Sized[int]) -> list[Sequence]:
+    def to_preempt(self, waiting: Prompt) -> list[Sequence]:
         """Returns the sequences that must be preempted so that some rank has room for a request.
         Chooses the rank whose preempted sequences have the lowest priorities, and then the fewest.
         Returns an empty list if a rank has room already, or if preemption cannot make room."""
@@ -220,7 +130,7 @@ class Reservations:
         for rank in range(self._state.limits.ranks):
             able = self._holders(rank, waiting.priority)
             pages, sequences = self._short(waiting, rank)
-            few = to_preempt(able, pages - coming[rank], sequences)
+            few = to_preempt(able, pages, sequences)
             if few is not None and (best is None or _worth(few) < _worth(best)):
                 best = few
         keys = {one.key: number for number, one in enumerate(best or ())}
@@ -250,7 +160,7 @@ class Reservations:
             if child.stage in _HOLDING and child.yields_to(priority)
         ]
 
-    def _short(self, waiting: WaitingReservation, rank: int) -> tuple[int, int]:
+    def _short(self, waiting: Prompt, rank: int) -> tuple[int, int]:
         state, limits = self._state, self._state.limits
         cached = self._cached_tokens(waiting, rank)
         need = self._pages(waiting, self._growth_tokens)
@@ -271,44 +181,12 @@ class Reservations:
         growth = len(state.growing[rank]) * pages_for(self._growth_tokens, size)
         return not self.queue and state.ledgers[rank].free_pages >= pages + growth
 
-    def waits(self, before: tuple[float, int] | None = None) -> bool:
-        """If `before` is given, only requests that precede this (arrival, ticket) count."""
-        return bool(self.queue) and (before is None or self.queue[0].order < before)
-
-    def take_back(self, spill: Spill) -> tuple[tuple[int, ...], int] | None:
-        """Reserves pages for a swapped-out sequence and its further tokens. The sequence may change
-        its rank only if its group has no other unfinished child and its KV may be restored to
-        another rank. Returns the pages and the number of leading positions whose KV they already
-        hold, or None if there is no room."""
-        child, state = spill.child, self._state
-        size, best, most = state.limits.page_size, None, (-1, -1)
-        alone = len(child.group.alive) == 1 and not state.rank_bound
-        for rank in range(state.limits.ranks) if alone else (child.rank,):
-            need = pages_for(min(child.limit, spill.tokens + self._growth_tokens), size)
-            if need > state.limits.pages_per_rank:
-                need = pages_for(spill.tokens + 1, size)
-            fresh = spill.epoch == state.residency.epoch
-            chain = spill.chain if fresh else ()
-            cached = state.residency.cached_tokens(rank, chain, spill.tokens, to_compute=False)
-            held = state.residency.held_pages(rank, chain, cached)
-            worth = (cached, state.ledgers[rank].free_pages)
-            fits = self._fits(rank, need - held, 1) and state.states.has_room(rank, 1)
-            if worth > most and fits:
-                best, most = (rank, chain, cached, need), worth
-        if best is None:
-            return None
-        rank, chain, cached, need = best
-        pages = state.residency.reserve(rank, child.key, chain, cached, need)
-        assert pages is not None, "room was checked"
-        state.take_back(child, rank)
-        return pages, cached
-
     def _fits(self, rank: int, need: int, children: int) -> bool:
         state, held = self._state, self._state.living[rank]
         crowded = held and held + children > state.limits.slots_per_rank + self._ahead
         return not crowded and state.ledgers[rank].free_pages >= need + len(state.growing[rank])
 
-    def _rank_with_room(self, waiting: WaitingReservation) -> tuple[int, int] | None:
+    def _rank_with_room(self, waiting: Prompt) -> tuple[int, int] | None:
         limits, best, most = self._state.limits, None, (-1, -1)
         quiet = min(self._state.living) + self._ahead
         for rank in range(limits.ranks):
@@ -329,16 +207,13 @@ class Reservations:
                 best, most = (rank, growth), worth
         return best
 
-    def _cached_tokens(self, waiting: WaitingReservation, rank: int) -> int:
-        computes = waiting.computes
-        most = waiting.known_tokens - computes
-        if computes and wanted_of_prompt(waiting.request, waiting.children[0][1]) is not None:
-            return 0  # the logits of every token are needed
+    def _cached_tokens(self, waiting: Prompt, rank: int) -> int:
+        most, computes = waiting.most_known, waiting.computes
         return self._state.residency.cached_tokens(rank, waiting.chain, most, computes)
 
-    def _pages(self, waiting: WaitingReservation, growth_tokens: int) -> int:
+    def _pages(self, waiting: Prompt, growth_tokens: int) -> int:
         size, children = self._state.limits.page_size, len(waiting.children)
-        known = waiting.known_tokens
+        known = waiting.tokens
         covered = pages_for(self._covered(waiting, known, growth_tokens), size)
         if children == 1:
             return covered
@@ -347,7 +222,7 @@ class Reservations:
         copies = (children - 1) * (known % size != 0)
         return shared + copies + children * own
 
-    def _covered(self, waiting: WaitingReservation, known: int, growth_tokens: int) -> int:
+    def _covered(self, waiting: Prompt, known: int, growth_tokens: int) -> int:
         limit = (
             len(waiting.request.prompt_token_ids)
             + waiting.request.most_tokens(self._state.limits.context_tokens)
@@ -356,13 +231,13 @@ class Reservations:
         return max(known, min(limit, known + growth_tokens))
 
     def _reserve(
-        self, waiting: WaitingReservation, rank: int, growth_tokens: int, lease_until: float
+        self, waiting: Prompt, rank: int, growth_tokens: int, lease_until: float
     ) -> SequenceGroup:
         size, ledger = self._state.limits.page_size, self._state.ledgers[rank]
         context = self._state.limits.context_tokens
-        handoff = Handoff(waiting.ticket, HandoffState.RESERVED, lease_until)
+        handoff = Handoff(waiting.key, HandoffState.RESERVED, lease_until)
         group = SequenceGroup(
-            waiting.ticket,
+            waiting.key,
             waiting.request,
             waiting.attempt,
             rank,
@@ -371,7 +246,7 @@ class Reservations:
             context,
             until=lease_until,
         )
-        known = waiting.known_tokens
+        known = waiting.tokens
         prompt_pages = pages_for(known, size)
         own_pages = pages_for(self._covered(waiting, known, growth_tokens), size) - prompt_pages
         group.chain, group.cached_tokens = waiting.chain, self._cached_tokens(waiting, rank)
@@ -382,28 +257,29 @@ class Reservations:
         assert held is not None, "room was checked"
         states = self._state.states
         states.take(rank, group.key)
-        for number, (index, accepted) in enumerate(waiting.children):
+        for number, child in enumerate(waiting.children):
             limit = group.prompt_tokens + waiting.request.most_tokens(context) - 1
-            child = Sequence(
+            accepted = len(child.accepted)
+            sequence = Sequence(
                 self._state.new_key(),
-                index,
+                child.index,
                 group,
-                list(accepted),
-                len(accepted),
+                list(child.accepted),
+                accepted,
                 limit,
-                told=len(accepted),
+                told=accepted,
             )
-            ledger.share(group.key, child.key, prompt_pages)
+            ledger.share(group.key, sequence.key, prompt_pages)
             if number:
-                states.take(rank, child.key)
+                states.take(rank, sequence.key)
             else:
-                states.share(rank, group.key, child.key)
+                states.share(rank, group.key, sequence.key)
             if number and known % size:
-                copy = ledger.own(child.key, prompt_pages - 1)
+                copy = ledger.own(sequence.key, prompt_pages - 1)
                 assert copy is not None, "the group holds the page too"
                 group.copies.append((rank, *copy))
-            assert ledger.extend(child.key, own_pages) is not None, "room was checked"
-            group.children.append(child)
+            assert ledger.extend(sequence.key, own_pages) is not None, "room was checked"
+            group.children.append(sequence)
         self._state.add_group(group)
         return group
 

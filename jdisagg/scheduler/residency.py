@@ -40,7 +40,7 @@ NAME_BYTES = 32
 
 Chain = tuple[bytes, ...]
 # (name, index in its sequence, pages); later commands may overwrite the pages
-Evicted = Callable[[bytes, int, tuple[int, ...]], None]
+Evicted = Callable[[int, bytes, int, tuple[int, ...]], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,17 +110,26 @@ class BlockNames:
 class ResidencyTree:
     """The cached blocks of one data-parallel rank. Each block takes `block_pages` pages."""
 
-    def __init__(self, ledger: PageLedger, block_pages: int, log: KeptLog) -> None:
+    def __init__(
+        self,
+        ledger: PageLedger,
+        block_pages: int,
+        log: KeptLog,
+        evicted: Callable[[bytes, int, tuple[int, ...]], None],
+        changed: Callable[[bytes, bool], None],  # (name, whether it was added)
+        snapshots: Snapshots | None,
+    ) -> None:
         self._ledger = ledger
         self._block_pages = block_pages
         self._log = log
         self._blocks: dict[bytes, tuple[int, ...]] = {}
         self._indices: dict[bytes, int] = {}  # in their sequences
         self._names: dict[int, bytes] = {}
+        self._awaited: set[bytes] = set()  # blocks that a preempted sequence will use again
         self.evicted_blocks = 0  # blocks evicted for lack of room
-        self.on_evicted: Evicted | None = None
-        self.on_changed: Callable[[bytes, bool], None] | None = None  # (name, whether it was added)
-        self.snapshots: Snapshots | None = None
+        self._evicted = evicted
+        self._changed = changed
+        self.snapshots = snapshots
         ledger.on_given_away(self._given_away)
 
     def __len__(self) -> int:
@@ -142,7 +151,11 @@ class ResidencyTree:
     def held_pages(self, chain: Iterable[bytes]) -> int:
         return sum([self._ledger.references(page) > 0 for page in self.pages(chain)])
 
-    def adopt(self, owner: int, chain: Iterable[bytes]) -> tuple[int, ...]:
+    def awaits(self, name: bytes) -> bool:
+        return name in self._awaited
+
+    def adopt(self, owner: int, chain: Chain) -> tuple[int, ...]:
+        self._awaited.difference_update(chain)
         return self._ledger.adopt(owner, self.pages(chain))
 
     def keep(self, owner: int, chain: Chain) -> None:
@@ -167,15 +180,16 @@ class ResidencyTree:
             self._blocks[name] = block
             self._indices[name] = index
             self._log.gained(name)
-            if self.on_changed is not None:
-                self.on_changed(name, True)
+            self._changed(name, True)
 
-    def let_go(self, owner: int, chain: Chain) -> None:
+    def let_go(self, owner: int, chain: Chain, awaited: bool = False) -> None:
         """Releases the pages of `owner`. The first pages hold the blocks of `chain`, which remain
         cached. If a block is already cached in other pages, those pages stay cached and the owner's
-        pages become free."""
+        pages become free. `awaited`: whether the sequence will use these blocks again."""
         self.keep(owner, chain)
         self._ledger.free(owner)
+        if awaited:
+            self._awaited.update(chain[: self.match(chain)])
         # Blocks that were cached before are touched, too, so that a block is evicted after its
         # successors.
         self._ledger.touch(reversed(self.pages(chain[: self.match(chain)])))
@@ -193,11 +207,11 @@ class ResidencyTree:
             self._ledger.keep_no_longer(page)
         for name in self._blocks:
             self._log.lost(name)
-            if self.on_changed is not None:
-                self.on_changed(name, False)
+            self._changed(name, False)
         if self.snapshots is not None:
             self.snapshots.clear()
         self._blocks.clear()
+        self._awaited.clear()
         self._indices.clear()
         self._names.clear()
         return blocks
@@ -207,15 +221,14 @@ class ResidencyTree:
         pages, index = self._blocks.pop(name), self._indices.pop(name)
         if self.snapshots is not None:
             self.snapshots.drop(name)
-        if self.on_evicted is not None:
-            self.on_evicted(name, index, pages)
+        self._evicted(name, index, pages)
+        self._awaited.discard(name)
         others = tuple(other for other in pages if other != page)
         for other in others:
             del self._names[other]
         self.evicted_blocks += 1
         self._log.lost(name)
-        if self.on_changed is not None:
-            self.on_changed(name, False)
+        self._changed(name, False)
         return others
 
 
@@ -238,18 +251,33 @@ class Residency:
         self._names = names
         self._page_size = page_size
         self.block_tokens = math.lcm(names.grain_tokens, page_size) if names else 0
-        block_pages = self.block_tokens // page_size
         self.log = KeptLog()
-        self._trees = (
-            [ResidencyTree(ledger, block_pages, self.log) for ledger in ledgers] if names else []
-        )
+        self.snapshots: tuple[Snapshots, ...] = tuple(snapshots) if names else ()
+        self._trees = [self._tree(rank) for rank in range(len(ledgers))] if names else []
         self.cut_tokens = names.cut_tokens if names else None
         self._events: KeptEvents | None = None
-        self.snapshots = tuple(snapshots) if names else ()
-        for tree, of_rank in zip(self._trees, self.snapshots, strict=False):
-            tree.snapshots = of_rank
+        self._on_evicted: Evicted | None = None
         self._guests = 0
+        self._holds: dict[int, int] = {}  # ranks of the owners that `hold` made, newest last
         self.epoch = 0  # counts clears; pages filled in an earlier epoch are not cached
+
+    def _tree(self, rank: int) -> ResidencyTree:
+        return ResidencyTree(
+            self._ledgers[rank],
+            self.block_tokens // self._page_size,
+            self.log,
+            functools.partial(self._evicted, rank),
+            functools.partial(self._changed, rank),
+            self.snapshots[rank] if self.snapshots else None,
+        )
+
+    def _evicted(self, rank: int, name: bytes, index: int, pages: tuple[int, ...]) -> None:
+        if self._on_evicted is not None:
+            self._on_evicted(rank, name, index, pages)
+
+    def _changed(self, rank: int, name: bytes, added: bool) -> None:
+        if self._events is not None:
+            self._events.changed(rank, name, added)
 
     @property
     def on(self) -> bool:
@@ -298,23 +326,41 @@ class Residency:
         self._guests -= 1
         return self._guests
 
-    def hold(self, rank: int, owner: int, chain: Chain) -> tuple[int, ...]:
-        return self._trees[rank].adopt(owner, chain)
+    def hold(self, rank: int, chain: Chain) -> tuple[int, tuple[int, ...]]:
+        """Keeps cached blocks from eviction until `release`, or until `release_newest` needs their
+        pages. Returns their temporary owner and their pages."""
+        owner = self.guest()
+        self._holds[owner] = rank
+        return owner, self._trees[rank].adopt(owner, chain)
 
-    def on_evicted(self, evicted: Callable[[int, bytes, int, tuple[int, ...]], None]) -> None:
+    def release(self, owner: int) -> None:
+        """Releases the pages of an owner that `hold` made. Idempotent."""
+        rank = self._holds.pop(owner, None)
+        if rank is not None:
+            self.let_go(rank, owner)
+
+    def release_newest(self, rank: int) -> int | None:
+        """Releases the newest hold of a rank. Returns its owner, or None if there is none."""
+        owner = next((one for one in reversed(self._holds) if self._holds[one] == rank), None)
+        if owner is not None:
+            self.release(owner)
+        return owner
+
+    def awaits(self, rank: int, name: bytes) -> bool:
+        """Returns whether a preempted sequence will use this block of a rank again."""
+        return self._trees[rank].awaits(name)
+
+    def on_evicted(self, evicted: Evicted) -> None:
         """Sets a callback that is called before a block is evicted. Its arguments are the block's
         rank, name, index in its sequence, and pages. New KV is written to the pages only by later
         commands, so the callback can still issue a copy."""
-        for rank, tree in enumerate(self._trees):
-            tree.on_evicted = functools.partial(evicted, rank)
+        self._on_evicted = evicted
 
     def report(self, pending: Callable[[], None]) -> KeptEvents | None:
         """Starts the collection of events about cached blocks, for routers of other projects.
         Returns None if the cache is off."""
         if self.on:
             self._events = KeptEvents(len(self._trees), self.block_tokens, pending)
-            for rank, tree in enumerate(self._trees):
-                tree.on_changed = functools.partial(self._events.changed, rank)
         return self._events
 
     def match(self, rank: int, chain: Chain) -> int:
@@ -375,9 +421,9 @@ class Residency:
         if chain:
             self._trees[rank].keep(owner, chain)
 
-    def let_go(self, rank: int, owner: int, chain: Chain = ()) -> None:
+    def let_go(self, rank: int, owner: int, chain: Chain = (), awaited: bool = False) -> None:
         if chain:
-            self._trees[rank].let_go(owner, chain)
+            self._trees[rank].let_go(owner, chain, awaited)
         else:
             self._ledgers[rank].free(owner)
         if self.snapshots:

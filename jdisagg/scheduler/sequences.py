@@ -41,15 +41,12 @@ def wanted_of_prompt(request: Request, accepted: tuple[int, ...]) -> int | None:
 
 class Stage(enum.Enum):
     """The stage of a sequence on its decode worker. RESERVED: it has pages, but not all its KV has
-    arrived. READY: it has all KV and waits for a slot. RUNNING: it has a slot. SPILLED: it is
-    swapped out and has no pages. RETURNING: it has pages, and its KV is being swapped in. ENDED: it
-    has neither slot nor pages."""
+    arrived. READY: it has all KV and waits for a slot. RUNNING: it has a slot. ENDED: it has
+    neither slot nor pages."""
 
     RESERVED = "reserved"
     READY = "ready"
     RUNNING = "running"
-    SPILLED = "spilled"
-    RETURNING = "returning"
     ENDED = "ended"
 
 
@@ -62,16 +59,12 @@ class Sequence:
             generated.
         limit: First position after the sequence's last allowed token. This position is never
             written.
-        steps_count: Whether the results of steps that were in flight when the sequence was swapped
-            out are accepted. They are accepted if the sequence's state was copied after these
-            steps.
         frozen: Whether the sequence runs no decode steps, because its last positions are being sent
             to another worker.
         predicted: Latest prediction that is not compared with generated tokens yet: its kind, the
             number of generated tokens before it, and its tokens.
-        yielded_at: Time when the sequence was preempted for a request of higher priority. None if
-            it was not preempted, or is swapped in again.
-        returned_with: Number of generated tokens at the last swap-in; -1 before the first.
+        aside_seconds: Time that the sequence has spent without pages since it was first preempted
+            for a request of higher priority.
     """
 
     key: int
@@ -82,7 +75,6 @@ class Sequence:
     limit: int
     stage: Stage = Stage.RESERVED
     frozen: bool = False
-    steps_count: bool = False
     slot: int = -1
     issued_position: int = 0
     issued_limit: int = 0
@@ -93,9 +85,7 @@ class Sequence:
     drafting: int = 0
     drafted: int = -1
     predicted: tuple[int, int, tuple[int, ...]] | None = None
-    yielded_at: float | None = None
     aside_seconds: float = 0.0
-    returned_with: int = -1
     # while there are fewer generated tokens than this, no token ends the sequence or is reported
     uneventful: int = 0
 
@@ -118,24 +108,15 @@ class Sequence:
         return (-self.group.request.priority, *self.age_key)
 
     @property
-    def order(self) -> tuple[float, int]:
-        """Sort key among waiting requests, comparable with `WaitingReservation.order`. A preempted
-        sequence is sorted by the time of its preemption."""
-        since = self.group.arrival
-        if self.yielded_at is not None:
-            since = max(since, self.yielded_at - self.aside_seconds)
-        return (since - head_start(self.group.request.priority), self.group.key)
+    def order(self) -> tuple[float, int, int]:
+        """Sort key of the sequences that wait for slots."""
+        since = self.group.arrival - head_start(self.group.request.priority)
+        return (since, self.group.key, self.child)
 
     def yields_to(self, priority: int) -> bool:
-        return len(self.generated) > self.returned_with and yields(
-            self.group.request.priority, self.aside_seconds, priority
-        )
-
-    def came_back(self, now: float) -> None:
-        self.returned_with = len(self.generated)
-        if self.yielded_at is not None:
-            self.aside_seconds += now - self.yielded_at
-            self.yielded_at = None
+        """A sequence that was preempted yields again only after another token."""
+        progressed = not self.accepted or len(self.generated) > self.accepted
+        return progressed and yields(self.group.request.priority, self.aside_seconds, priority)
 
     def sample_spec(self) -> SampleSpec:
         return sample_spec(self.group.request, self.child, tuple(self.generated))
@@ -152,8 +133,6 @@ class SequenceGroup:
             be made when all KV has arrived.
         chain: Hashes of the full blocks of `known_tokens`. They are invalid if the prefix cache was
             cleared since, which starts a new `epoch`.
-        suspended_until: Time until which the group is paused with its KV in host memory; None if it
-            is not paused.
     """
 
     key: int
@@ -171,7 +150,6 @@ class SequenceGroup:
     chain: Chain = ()
     epoch: int = 0
     computes: bool = False
-    suspended_until: float | None = None
 
     @property
     def prompt_tokens(self) -> int:
@@ -192,8 +170,8 @@ class SequenceGroup:
 @plain
 class ChildProgress:
     """New tokens of one child. `finish`, `preempted` and `moved` state why the child ended, if it
-    did. `aside` means that it was swapped out. `first_index` is the index of `token_ids[0]` among
-    the generated tokens."""
+    did. `yielded` means that it was preempted for a request of higher priority. `first_index` is
+    the index of `token_ids[0]` among the generated tokens."""
 
     group_key: int
     child: int
@@ -203,4 +181,4 @@ class ChildProgress:
     finish: FinishReason | None = None
     preempted: bool = False
     moved: bool = False
-    aside: bool = False
+    yielded: bool = False

@@ -11,7 +11,6 @@ Invariants (each is a test of the same name in tests/scheduler/test_shared_promp
 - nothing_is_left_when_all_prompts_have_ended
 """
 
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -43,7 +42,8 @@ class _Prompt:
 
 
 class SharedPrompts:
-    """A prompt is registered until all its blocks are computed."""
+    """A prompt is registered until its blocks are computed. One that is not registered waits for
+    none."""
 
     def __init__(self) -> None:
         self._prompts: dict[int, _Prompt] = {}
@@ -62,9 +62,9 @@ class SharedPrompts:
         """Returns the prompt that will compute most of the next blocks of prompt `key`, or None if
         no prompt will compute the next block. If several compute equally many, returns the one that
         was registered first."""
-        if known >= len(useful):
+        own, best = self._prompts.get(key), Leader(0, known)
+        if own is None or known >= len(useful):
             return None
-        own, best = self._prompts[key], Leader(0, known)
         for other in self._makers.get(useful[known], ()):
             prompt = self._prompts[other]
             if other == key or prompt.stalled or not (prompt.begun or prompt.order < own.order):
@@ -78,7 +78,8 @@ class SharedPrompts:
         self._prompts[leader.key].followers[key] = leader.blocks
 
     def waits(self, key: int) -> bool:
-        return self._prompts[key].waits is not None
+        prompt = self._prompts.get(key)
+        return prompt is not None and prompt.waits is not None
 
     def started(self, key: int) -> None:
         if (prompt := self._prompts.get(key)) is not None:
@@ -94,7 +95,9 @@ class SharedPrompts:
         return self._release(prompt, blocks)
 
     def stall(self, key: int) -> tuple[int, ...]:
-        prompt = self._prompts[key]
+        prompt = self._prompts.get(key)
+        if prompt is None:
+            return ()
         prompt.stalled = True
         return self._release(prompt, len(prompt.chain))
 
@@ -130,27 +133,11 @@ def _common(one: Chain, other: Chain) -> int:
 
 
 class ChunkTimes:
-    """Measured durations of prefill chunks, which run in the order in which they are issued. All
-    times must be from one clock."""
+    """Measured durations of prefill chunks."""
 
     def __init__(self, largest: int) -> None:
         self._largest = largest
         self._price = MovePrice()
-        self._issued: deque[float] = deque()  # times of issue of the chunks in flight
-        self._idle_from = 0.0  # when the latest finished command ended
-
-    def issued(self, now: float) -> None:
-        self._issued.append(now)
-
-    def computed(self, chunk_tokens: int, now: float) -> float:
-        """Records the end of the chunk that was issued first. Returns the duration of this chunk in
-        seconds, without the time in which earlier commands ran."""
-        seconds = now - max(self._issued.popleft(), self._idle_from)
-        self.took(chunk_tokens, seconds)
-        return seconds
-
-    def command_ended(self, now: float) -> None:
-        self._idle_from = now
 
     def took(self, chunk_tokens: int, seconds: float) -> None:
         self._price.add(chunk_tokens, seconds)

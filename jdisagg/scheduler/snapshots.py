@@ -55,9 +55,7 @@ class Snapshots:
         # heap of (value, name) of kept snapshots; it may have outdated entries
         self._order: list[tuple[float, bytes]] = []
         self.made = self.used = self.evicted = 0
-        # Function that is called with the name and tokens of a snapshot before it is overwritten.
-        # It is called only if a prompt ended or branched at the snapshot, or continued from it.
-        self.on_evicted: Callable[[bytes, int], None] | None = None
+        self._evicted: Callable[[bytes, int], None] | None = None
 
     def __len__(self) -> int:
         return len(self._kept)
@@ -67,6 +65,11 @@ class Snapshots:
 
     def __iter__(self) -> Iterator[bytes]:
         return iter(self._kept)
+
+    def on_evicted(self, evicted: Callable[[bytes, int], None]) -> None:
+        """Sets a function that is called with the name and tokens of a snapshot before it is
+        overwritten, if a prompt ended or branched at the snapshot, or continued from it."""
+        self._evicted = evicted
 
     @property
     def free(self) -> int:
@@ -164,8 +167,8 @@ class Snapshots:
     def drop(self, name: bytes) -> None:
         found = self._kept.get(name)
         if found is not None:
-            if self.on_evicted is not None and found.share == 1.0:
-                self.on_evicted(name, found.tokens)
+            if self._evicted is not None and found.share == 1.0:
+                self._evicted(name, found.tokens)
             del self._kept[name]
             self._give_back(found.slot)
             self.evicted += 1

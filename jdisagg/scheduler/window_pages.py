@@ -41,13 +41,7 @@ def prompt_pages(window: int, chunk: int, page_size: int) -> int:
 
 
 class WindowPages:
-    """The pages of sliding-window layers of one rank. Owners are sequences and restores.
-
-    Attributes:
-        make_room: Callback that drops one kept window and returns True, or returns False if there
-            is none. If its argument is True, it drops no window at a boundary where a prompt ended,
-            branched or continued.
-    """
+    """The pages of sliding-window layers of one rank. Owners are sequences and restores."""
 
     def __init__(self, limits: MeshLimits) -> None:
         self.total = limits.window_pages_per_rank
@@ -65,7 +59,13 @@ class WindowPages:
         self._repeats: set[int] = set()  # owners in whose tables pages repeat
         # first column and pages, by slot
         self._windows: dict[int, tuple[int, Table]] = {}
-        self.make_room: Callable[[bool], bool] = lambda cheap: False
+        self._make_room: Callable[[bool], bool] = lambda cheap: False
+
+    def on_full(self, make_room: Callable[[bool], bool]) -> None:
+        """Sets a function that drops one kept window and returns True, or returns False if there is
+        none. If its argument is True, it drops no window at a boundary where a prompt ended,
+        branched or continued."""
+        self._make_room = make_room
 
     @property
     def available(self) -> int:
@@ -105,7 +105,7 @@ class WindowPages:
         spare = self.available - promised - self.total // 2
         scarce = fresh > max(spare, self.needed(tokens) - len(held))
         while not scarce and fresh > len(self._free):
-            scarce = not self.make_room(True)
+            scarce = not self._make_room(True)
         pinned = {column for at in wanted for column in self._columns(at)} if scarce else set()
         behind: deque[tuple[int, int]] = deque()  # columns that may be overwritten, with pages
         for column in range(first, columns):
@@ -188,7 +188,7 @@ class WindowPages:
 
     def _take(self) -> int:
         while not self._free:
-            if not self.make_room(False):
+            if not self._make_room(False):
                 raise LedgerError("no page of windows is available; check `available` first")
         page = self._free.popleft()
         self._use((page,))
@@ -208,7 +208,7 @@ class WindowSnapshots(Snapshots):
         self.pages = pages
         self.total = pages.total
         self._last_slot = 0
-        pages.make_room = self._make_room
+        pages.on_full(self._make_room)
 
     @property
     def free(self) -> int:

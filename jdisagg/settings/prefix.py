@@ -31,8 +31,8 @@ class PrefixConfig(Settings):
             number. With `chunk_tokens`, a hit gives the same bits as a miss in bfloat16. The KV of
             answers is then not cached, because decode steps round differently. None:
             `grain_tokens`.
-        host_gib: Host memory per worker, in GiB, for swapped-out sequences and evicted prefixes. 0:
-            none. Default: 0.2 of the free memory, divided among the workers of the host.
+        host_gib: Host memory per worker, in GiB, for evicted prefixes. 0: none. Default: 0.2 of the
+            free memory, divided among the workers of the host. Without `reuse`, it is not used.
         restores: When cached KV is restored from host memory or disk: priced (if measured to be
             faster than computing or receiving it) or always.
         disk_dir: Folder in which workers of this host store blocks that were used twice, by way of
@@ -78,7 +78,7 @@ class PrefixConfig(Settings):
 
     @property
     def host_bytes(self) -> int:
-        return int((self.host_gib or 0.0) * (1 << 30))
+        return int((self.host_gib or 0.0) * (1 << 30)) if self.reuse else 0
 
     @property
     def appends(self) -> int:
@@ -95,8 +95,7 @@ class PrefixConfig(Settings):
 
     def host_tokens(self, page_size: int) -> int:
         """Returns the block size of the host tier in tokens, or 0 if there is no host tier."""
-        keeps = self.reuse and self.host_bytes
-        return math.lcm(self.grain_tokens, page_size) if keeps else 0
+        return math.lcm(self.grain_tokens, page_size) if self.host_bytes else 0
 
     def peer_tokens(self, page_size: int) -> int:
         """Returns the size in tokens of a block that is fetched from another worker, or 0 if

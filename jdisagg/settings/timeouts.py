@@ -139,15 +139,12 @@ class HandoffTimeouts(Settings):
         pull_tries: Largest number of tries to pull a block.
         migration_seconds: Time limit for another worker to take over a running sequence. The
             sequence keeps running on the old worker during this time.
-        spilled_seconds: Longest time that a swapped-out sequence waits for pages. After that it is
-            recomputed, possibly on another worker.
     """
 
     heartbeat_seconds: Annotated[Positive, AtMost("migration_seconds")] = 2.0
     call_seconds: Positive = 5.0
     pull_tries: Count = 3
     migration_seconds: Positive = 30.0
-    spilled_seconds: Positive = 10.0
 
     hello_seconds = _Times("call_seconds", 1.0)
     resume_seconds = _Times("call_seconds", 1.0)  # wait for a new source after the old one failed

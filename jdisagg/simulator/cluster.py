@@ -151,7 +151,7 @@ class SimulatedCluster:
         if name in self.processes:
             self.former.append(self.processes[name])
         seat = self.seats[name]
-        index = self.fleet.pools.index(seat.pool)
+        index = 0 if seat.role is WorkerRole.PREFILL else -1  # the two pools may be equal
         timeline = Timeline(len(self.timelines), name)
         self.timelines.append(timeline)
         self.channel.ends[name] = ChannelEnd(

@@ -6,7 +6,8 @@ names mean that all tokens up to the block's end are equal. Live workers compute
 hashes from tokens, one for each block of the prefix cache (`scheduler/residency.py`). `PromptNames`
 computes this chain from the workload's names instead.
 
-Invariant: blocks that the workload does not name have no name."""
+Invariant: blocks that the workload does not name, such as those of answers, are found by their own
+request only."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -27,17 +28,17 @@ class PromptBook:
         self._arrivals: dict[str, Arrival] = {}
 
     def add(self, request_id: str, arrival: Arrival) -> None:
-        if arrival.block_hashes:
-            self._arrivals[request_id] = arrival
+        self._arrivals[request_id] = arrival
 
     def forget(self, request_id: str) -> None:
         self._arrivals.pop(request_id, None)
         self.chains.pop(request_id, None)
 
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._arrivals
+
     def blocks(self, request_id: str) -> tuple[tuple[int, ...], int]:
-        arrival = self._arrivals.get(request_id)
-        if arrival is None:
-            return (), 0
+        arrival = self._arrivals[request_id]
         names, size = arrival.block_hashes, self.block_tokens
         prompts = -(-arrival.prompt_tokens // size)  # the last one may be shorter
         return names, arrival.prompt_tokens if len(names) == prompts else len(names) * size
@@ -55,19 +56,24 @@ class PromptNames(BlockNames):
         """Returns the hashes of the request's blocks, as `BlockNames.chain`. Only the number of
         `tokens` is used, not their values. For a request that has ended, returns `known`, the part
         of the chain that is already computed."""
-        whole = self.book.chains.get(request.request_id)
-        if whole is None:
-            whole = self._named(request)
-            if whole:
-                self.book.chains[request.request_id] = whole
         count, every = len(tokens) // block_tokens, block_tokens // self.grain_tokens
-        named = whole[every - 1 : count * every : every]
-        return named if len(named) >= len(known[:count]) else known[:count]
+        if request.request_id not in self.book:
+            return known[:count]
+        whole = self.book.chains.get(request.request_id)
+        if whole is None or len(whole) < count * every:
+            whole = self._extended(request, whole or self._named(request), count * every)
+            self.book.chains[request.request_id] = whole
+        return whole[every - 1 : count * every : every]
+
+    def _extended(self, request: Request, chain: Chain, count: int) -> Chain:
+        link, names = chain[-1] if chain else self._root(request), list(chain)
+        while len(names) < count:
+            link = blake2b(request.request_id.encode(), key=link, digest_size=NAME_BYTES).digest()
+            names.append(link)
+        return tuple(names)
 
     def _named(self, request: Request) -> Chain:
         blocks, tokens = self.book.blocks(request.request_id)
-        if not blocks:
-            return ()
         grain, size = self.grain_tokens, self.book.block_tokens
         link, names = self._root(request), []
         for start in range(0, tokens - grain + 1, grain):

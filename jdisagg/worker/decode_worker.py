@@ -3,7 +3,7 @@
 In modes CHUNKED and UNIFIED the mesh computes prompts itself. In mode DISAGGREGATED it receives
 their KV from prefill workers. It may still compute prompts with few uncached tokens
 (`MeshLimits.append_buckets`). Cached blocks in slower tiers are restored to reserved pages
-(`worker/reserved_prefixes.py`). `scheduler/step_policy.py` chooses the next command;
+(`KvSources.fill`). `scheduler/step_policy.py` chooses the next command;
 `scheduler/reservations.py` and `decode_batches.py` assign pages and slots. Other decode workers
 take over running sequences through `PeerPort`, and other workers fetch cached blocks. If a source
 of KV fails, the reservation waits for another source. `_settle` runs after each change of state."""
@@ -43,30 +43,23 @@ from jdisagg.messages.step_commands import (
 from jdisagg.messages.worker_status import WorkerRole, WorkerStatus
 from jdisagg.request import FinishReason, Request
 from jdisagg.scheduler.decode_batches import DecodeBatches
-from jdisagg.scheduler.decode_state import DecodeState
 from jdisagg.scheduler.executor import Executor, InterruptibleExecutor
 from jdisagg.scheduler.handoff import HandoffEvent, HandoffState
-from jdisagg.scheduler.host_blocks import MOST_WRITING_OF_DECODE, TierRoom
-from jdisagg.scheduler.priorities import head_start
+from jdisagg.scheduler.prompt import Prompt
 from jdisagg.scheduler.reservations import Reservations
-from jdisagg.scheduler.residency import Residency
-from jdisagg.scheduler.sequences import Sequence, SequenceGroup, Stage
+from jdisagg.scheduler.sequences import SequenceGroup, Stage
 from jdisagg.scheduler.step_policy import Action, StepSnapshot, next_step
-from jdisagg.worker.given_kv import GivenKv
 from jdisagg.worker.incoming_handoff import Received
 from jdisagg.worker.incoming_kv import IncomingKv
-from jdisagg.worker.kv_sources import KvSources, RestoredBlocks
+from jdisagg.worker.kv_sources import RestoredBlocks, RestoreQuery
 from jdisagg.worker.mesh_worker import MeshWorker, WorkerContext
 from jdisagg.worker.migration import MigrationSender
 from jdisagg.worker.mixed_steps import MixedSteps
 from jdisagg.worker.outgoing_kv import OutgoingHandoff
-from jdisagg.worker.own_prefills import OwnPrefills
-from jdisagg.worker.page_grants import PageGrants
 from jdisagg.worker.page_requests import PageRequests, overdue_error
 from jdisagg.worker.peers import PeerResolver
-from jdisagg.worker.reserved_prefixes import ReservedPrefixes
 from jdisagg.worker.span_stream import SpanStream
-from jdisagg.worker.spilled_kv import SpilledKv
+from jdisagg.worker.yields import Yields
 
 MOST_MOVES = 3
 
@@ -84,25 +77,21 @@ class DecodeWorker(MeshWorker):
         mode: Mode = Mode.DISAGGREGATED,
         fetches: bool = False,
     ) -> None:
-        lease_seconds = min(limits.handoff_lease_seconds, limits.reservation_lease_seconds)
-        super().__init__(context, executor, config, limits, lease_seconds)
-        mesh, counters = executor.limits, self.counters
         self._computes = computes = mode is not Mode.DISAGGREGATED
+        role = WorkerRole.MIXED if computes else WorkerRole.DECODE
+        super().__init__(role, context, executor, config, limits, peers if fetches else None)
+        mesh, counters = executor.limits, self.counters
         self._interruptible = executor if isinstance(executor, InterruptibleExecutor) else None
-        state = self._state = DecodeState(mesh, context.names, self._adapters.table)
-        state.rank_bound = context.tiers.rank_bound
-        self._reservations = Reservations(
-            state, config.growth_tokens, config.ahead_sequences, computes=computes
-        )
+        state = self._state
+        self._reservations = Reservations(state, config.growth_tokens, config.ahead_sequences)
         self._batches = DecodeBatches.of(
             state, config, self._interruptible is not None, time.thread_time
         )
-        self._prefills = OwnPrefills(state, context.ids, context.clock.now, counters)
         can_prefill = computes or mesh.append_buckets
         self._chunk_tokens = mesh.computed.chunk_buckets[-1] if can_prefill else 0
         self._alternates = mesh.pack_tokens is None
         self._prefilled_last = False
-        self._mixed = MixedSteps(state, self._batches, self._prefills, counters)
+        self._mixed = MixedSteps(state, self._batches, self._prompts, counters)
         self._requests = PageRequests(
             context.name, self._reservations, config.queue_limit, self._drop
         )
@@ -111,48 +100,19 @@ class DecodeWorker(MeshWorker):
         self._peers = self._connect(peers, config.codec)
         self._incoming = IncomingKv(state, self._loop, self._peers, limits, counters, events=self)
         self._migration = MigrationSender(
-            state,
-            self._outgoing,
-            self._loop,
-            context.ids,
-            self._hello.checksum_key,
-            timeouts,
-            counters,
+            state, self._outgoing, self._loop, context.ids, timeouts, counters
         )
-        self._sources = self._sources_from(peers if fetches else None)
-        self._prefixes = ReservedPrefixes(self._sources, state, computes=computes)
-        self._given = GivenKv(
-            self._sources, self._outgoing, self._loop, mesh, context, counters, decodes=True
-        )
-        state.give_way = self._given.give_way
-        waits = timeouts.spilled_seconds
-        self._spilled = SpilledKv(state, self._loop, mesh, context, counters, self._settle, waits)
-        self._spilled.lend = self._host.lend
-        state.spill = self._spill
-        self._grants = PageGrants(
-            state,
-            self._batches,
-            self._reservations,
-            self._spilled,
-            self._migration,
-            context.clock.now,
-            counters,
-        )
+        self._yields = Yields(state, self._batches, self._reservations, self._migration, counters)
 
-    def _sources_from(self, peers: PeerResolver | None) -> KvSources:
-        # blocks of models with state are restored only together with a snapshot
-        kept = self._state.residency
-        room = TierRoom() if kept.snapshots else self._context.tiers
-        found = self._find_sources(
-            kept, None if kept.snapshots else peers, room, MOST_WRITING_OF_DECODE
-        )
-        found.may_take = self._reservations.spares
-        return found
+    def _may_take(self, rank: int, pages: int) -> bool:
+        return self._reservations.spares(rank, pages)
 
     # ---- the loop
 
     def _plan(self, step: int) -> StepCommand | None:
         command = None if self._span_goes_on() else self._next_command(step)
+        while self._state.cut:
+            self._given.cut(self._state.cut.pop())
         if self._state.news:
             self._settle()
         return command
@@ -169,14 +129,14 @@ class DecodeWorker(MeshWorker):
                 return None
             case Action.PREFILL:
                 self._prefilled_last = True
-                return self._prefills.next_chunk(step)
+                return self._prompts.next_chunk(step)
             case Action.DECODE | Action.MIXED:
                 drafts = not snapshot.mixes
                 steps = self._batches.next_step(step, decision.quiet, drafts)
                 if snapshots := self._batches.take_snapshots():
                     self._loop.fire(CopyPages(self._loop.next_number(), (), snapshots))
                 if steps is None and snapshot.prompts_queued:
-                    return self._prefills.next_chunk(step)
+                    return self._prompts.next_chunk(step)
                 self._prefilled_last = False
                 if steps is None or not decision.chunk_tokens:
                     return steps
@@ -194,25 +154,23 @@ class DecodeWorker(MeshWorker):
                 self.fail(group, self._unchosen(group.request, token))
             self._mixed.ended(command, self._loop.took)
         if self._chunk_tokens:
-            self._prefills.step_ended()
+            self._prompts.step_ended()
         self._migration.poke()
         self._settle()
 
-    def _apply_chunk(self, command: PrefillChunk, result: PrefillResult) -> None:
-        seconds = self._prefills.computed(command)
-        self._sources.computed_in(sum([len(row.tokens) for row in command.rows]), seconds)
-        for key, of_part in result.prompts:
-            if (stream := self._streams.get(key)) is not None:
-                stream.prompt_logprobs.append(of_part)
-        for row in command.rows:
-            if row.samples and (group := self._state.groups.get(row.sequence)) is not None:
-                self._join(group, tuple([s for s in result.samples if s.sequence == group.key]))
+    def _prefilled(self, key: int, firsts: list[SampledToken]) -> None:
+        group, stream = self._state.groups.get(key), self._streams.get(key)
+        if stream is not None:
+            stream.prompt_logprobs = self._prompts[key].all_scores
+        if group is not None:
+            self._join(group, tuple(firsts))
 
     def _settle(self) -> None:
-        self._spilled.rest()
-        seconds, serves = self._limits.reservation_lease_seconds, self._loop.failure is None
+        lease_until = self._clock.now() + self._limits.reservation_lease_seconds
+        serves = self._loop.failure is None
         if serves and (self._state.ready or self._reservations.queue):
-            self._grants.make_room(seconds, self._granted)
+            for group in self._yields.make_room(lease_until):
+                self._granted(group)
         for progress in self._state.take_news() if self._state.news else ():
             key = progress.group_key
             if (stream := self._streams.get(key)) is not None:
@@ -221,41 +179,32 @@ class DecodeWorker(MeshWorker):
                 self._adapters.poke()
                 self._incoming.forget(key, "the receiver gave the sequence up")
                 self._migration.abort(key, "the sequence has ended")
-                self._prefills.forget(key)
-                self._prefixes.forget(key)
-        some_spilled = self._spilled.settle()
-        if serves and (self._reservations.queue or some_spilled):
-            self._grants.give_free(seconds, self._granted)
+                self._prompts.forget(key)
+                self._sources.let_go(key)
+        for group in self._reservations.grant(lease_until) if serves else ():
+            self._granted(group)
         if not self._span_goes_on():
             self._loop.wake()
         self._quiet.set()
 
     def _granted(self, group: SequenceGroup) -> None:
         self._streams[group.key] = SpanStream(group, self._hello.weights)
-        if group.computes and group.cached_tokens:
+        if group.computes:
             slot = self._state.states.slot(group.rank, group.key)
-            kept, chain = self._state.residency, group.chain
-            self._continue_from(kept, group.rank, chain, group.cached_tokens, slot)
+            self._continue_from(group.rank, group.chain, group.cached_tokens, slot)
         self._requests.grant(group)
-
-    def _spill(self, child: Sequence) -> bool:
-        if self._migration.moves(child.group) or not self._spilled.take(child):
-            return False
-        if not child.steps_count:
-            self._batches.forget(child)
-        return True
 
     def _span_goes_on(self) -> bool:
         return (
             self._interruptible is not None
             and self._loop.runs(DecodeSteps)
-            and not (self._chunk_tokens and self._prefills)
+            and not (self._chunk_tokens and self._prompts)
             and not self._batches.interrupting()
         )
 
     def _snapshot(self) -> StepSnapshot:
         """To save time, omits fields that the policy does not read."""
-        prompts = self._chunk_tokens > 0 and bool(self._prefills)
+        prompts = self._chunk_tokens > 0 and bool(self._prompts)
         spans = self._interruptible is not None
         newest = self._loop.newest(DecodeSteps)
         if spans and newest:
@@ -282,41 +231,67 @@ class DecodeWorker(MeshWorker):
         await self._compiled(call.request, call.deadline_seconds)
         async with self._adapters.held(call.request, call.deadline_seconds):
             self._take(call)
-            ticket, granted = await self._enqueue(call, arrival)
+            prompt = Prompt(
+                self._state.new_key(),
+                call.request,
+                call.children,
+                arrival,
+                call.attempt,
+                call.computes or self._computes,
+            )
+            if call.aside_seconds is not None:
+                prompt.since = arrival + max(0.0, call.age_seconds - call.aside_seconds)
+            ticket, granted = prompt.key, self._requests.open(prompt)
+            self._prompts.begin(prompt, named=not call.whole, shared=self._computes)
+            self._seek(prompt)
             self._settle()
+            began = self._clock.now()
             group = await self._requests.wait(ticket, granted, call.deadline_seconds)
         if not group.alive:
             raise self._not_held(ticket, call.attempt)
-        tokens = group.prompt_tokens + len(call.children[0].accepted)
+        if call.aside_seconds is not None:
+            for child in group.alive:
+                child.aside_seconds = call.aside_seconds + self._clock.now() - began
         self._hold(group, call.deadline_seconds)  # a restore may outlast the lease
         try:
-            restored = await self._prefixes.restore(group, call)
+            restored = await self._restore(group, prompt, call)
         except BaseException:
             self._drop(ticket)
             raise
-        self._count_reuse(tokens, self._prefixes.used(group, restored))
+        self._count_reuse(prompt, group.rank, group.cached_tokens, restored)
         return self._reserved(group, restored)
+
+    async def _restore(
+        self, group: SequenceGroup, prompt: Prompt, call: ReserveCall
+    ) -> RestoredBlocks:
+        kept, rank = self._kept, group.rank
+        restored, known = RestoredBlocks(kept.block_tokens), [0] * self._mesh.ranks
+        if prompt.useful:
+            known[rank] = group.cached_tokens // kept.block_tokens
+            hinted = min(call.peer_tokens, prompt.most_known)
+            # a prefill worker would have to compute the accepted tokens before it sends their KV
+            computes = prompt.computes or call.children[0].accepted
+            instead = "compute" if computes else "receive"
+            query = RestoreQuery(prompt.useful, tuple(known), 0, call.peer, hinted, rank, instead)
+            pages = self._state.ledgers[rank].pages(group.key)
+            blocks = await self._sources.fill(query, group.key, pages, restored)
+            usable = kept.usable_tokens(blocks * kept.block_tokens, prompt.computes)
+            group.cached_tokens = max(group.cached_tokens, usable)
+        return restored
 
     def _hold(self, group: SequenceGroup, seconds: float) -> None:
         group.handoff = group.handoff.expect(self._clock.now() + seconds)
         if (stream := self._streams.get(group.key)) is not None:
             stream.lease_until = group.handoff.deadline
 
-    async def _enqueue(
-        self, call: ReserveCall, arrival: float
-    ) -> "tuple[int, asyncio.Future[SequenceGroup]]":
-        if not self._computes or not self._kept.on:
-            return self._requests.enqueue(call, arrival)
-        waits = self._prefills.waits
-        key = await waits.join(call, arrival - head_start(call.request.priority))
-        try:
-            self._take(call)  # again: a later attempt may have arrived during the wait
-            ticket, granted = self._requests.enqueue(call, arrival)
-        except JdisaggError:
-            waits.end(key)
-            raise
-        self._prefills.expect(ticket, key)
-        return ticket, granted
+    def _seek(self, prompt: Prompt) -> None:
+        if not self._prompts.follows(prompt):
+            self._requests.enqueue(prompt)
+
+    def _released(self, prompt: Prompt) -> None:
+        self._seek(prompt)
+        # deferred, because a step may be being planned
+        asyncio.get_running_loop().call_soon(self._settle)
 
     def _reserved(self, group: SequenceGroup, restored: RestoredBlocks) -> Reservation:
         key, cached = group.key, group.cached_tokens
@@ -383,13 +358,6 @@ class DecodeWorker(MeshWorker):
                     self._state.end_child(sequence, FinishReason.CANCELLED)
         self._settle()
 
-    async def suspend(self, reservation_id: int, keep_seconds: float | None) -> None:
-        group, now = self._state.groups.get(reservation_id), self._clock.now()
-        if group is not None:
-            self._migration.abort(group.key, "the request is suspended, or goes on")
-            self._spilled.suspend(group, None if keep_seconds is None else now + keep_seconds)
-            self._settle()
-
     def migrate_out(self, reservation_id: int) -> bool:
         """Offers a running sequence to other decode workers. Until one of them has taken it over,
         it continues on this worker. Returns False if the sequence cannot migrate now."""
@@ -411,11 +379,14 @@ class DecodeWorker(MeshWorker):
 
     def _begin(self, group: SequenceGroup, source: HandoffSource | None) -> None:
         if source is not None:
+            self._prompts.forget(group.key)
             return self._incoming.begin(group, source)
-        tokens = self._prefills.add(group)
+        cached, samples = group.cached_tokens, [child.sample_spec() for child in group.alive]
+        self._prompts.add(group.key, group.rank, tuple(samples), cached, group.epoch)
+        group.request = group.request.without_pixels()  # only the queued prompt needs the pixels
         if not self._computes:
             self.counters.add("prompts_appended")
-            self.counters.add("tokens_appended", tokens)
+            self.counters.add("tokens_appended", len(group.known_tokens) - cached)
         self._settle()
 
     def kv_complete(self, group: SequenceGroup, received: Received) -> None:
@@ -427,8 +398,7 @@ class DecodeWorker(MeshWorker):
                 self._kept.keep(group.rank, group.key, group.chain)
             tokens = len(group.known_tokens) - group.cached_tokens
             self._sources.computed_in(tokens, received.exposed_seconds, "receive")
-        if received.prompt_logprobs is not None:
-            stream.prompt_logprobs = [received.prompt_logprobs]
+        stream.prompt_logprobs = received.prompt_logprobs
         if not received.moved:
             firsts = [
                 SampledToken(group.key, first.child, first.token_id, first.logprobs)
@@ -447,9 +417,6 @@ class DecodeWorker(MeshWorker):
         for first in firsts:
             if first.token in (BROKEN_TOKEN, STUCK_TOKEN):
                 return self.fail(group, self._unchosen(group.request, first.token))
-        if (stream := self._streams.get(group.key)) is not None:
-            tokens = len(group.known_tokens) - group.cached_tokens
-            self._spilled.prices.computed_in(tokens, self._clock.now() - stream.began_at)
         copies = self._batches.ready(
             group, firsts, self._loop.next_number(), group.handoff.deadline
         )
@@ -462,15 +429,13 @@ class DecodeWorker(MeshWorker):
             self._state.end_group(group)
         if group is not None or reservation_id not in self._streams:
             self._settle()  # pages may be free, or the queue may have another first request
-        self._prefills.forget(reservation_id)
+        self._prompts.forget(reservation_id)
         self._streams.pop(reservation_id, None)
         self._quiet.set()
 
     def fail(self, group: SequenceGroup, error: JdisaggError) -> None:
         if isinstance(error, BrokenModelError):
-            # the cached blocks that it started from may be the cause
-            self._forget_kept(group.rank, "broken")
-            self._sources.erase_later()
+            self._forget_broken(group.rank)
         stream = self._streams.get(group.key)
         if stream is not None:
             stream.fail(error)
@@ -483,32 +448,20 @@ class DecodeWorker(MeshWorker):
     def _requests_running(self) -> list[Request]:
         return [group.request for group in self._state.groups.values()]
 
-    @property
-    def _kept(self) -> Residency:
-        return self._state.residency
-
     async def stop(self) -> None:
-        self._given.stop()
         await super().stop()
-        self._spilled.stop()
         self._incoming.stop()
         await self._calls.stop()
 
     async def acknowledge(self, handoff_id: int, offer_ids: tuple[int, ...]) -> None:
         await super().acknowledge(handoff_id, offer_ids)
         self._migration.poke()
-        self._given.moved()
 
     async def fetch(self, call: FetchCall) -> FetchReply:
         # lossily compressed KV differs from the KV that the requesting worker would compute
         if self._draining or self._config.codec != "none":
             return FetchReply()
-        return await self._given.give(call)
-
-    def _forget_kept(self, rank: int | None, cause: str) -> int:
-        # a reset of all workers may take this long
-        self._given.close_for(self._limits.timeouts.request.status_seconds)
-        return super()._forget_kept(rank, cause)
+        return await super().fetch(call)
 
     def _sent(self, handoff: OutgoingHandoff, error: JdisaggError | None) -> None:
         if self._given.ended(handoff.sequence):
@@ -518,18 +471,16 @@ class DecodeWorker(MeshWorker):
             self._settle()
 
     def _busy(self) -> bool:
-        others = len(self._given) + len(self._prefills.waits)
-        return bool(self._state.groups or len(self._reservations) or self._streams or others)
+        others = len(self._given) + len(self._requests)
+        return bool(self._state.groups or self._streams or others)
 
     def _hand_on(self) -> None:
-        self._spilled.end_suspended()
         for key in list(self._state.groups):
             stream = self._streams.get(key)
             if stream is not None and stream.moves < MOST_MOVES:
                 stream.moves += self.migrate_out(key)
 
     def _end_everything(self, error: UnavailableError) -> None:
-        self._prefills.waits.end_all()
         self._requests.end_all(error)
         for group in list(self._state.groups.values()):
             self.fail(group, UnavailableError(error.message))
@@ -542,14 +493,12 @@ class DecodeWorker(MeshWorker):
         for key, stream in list(self._streams.items()):
             if not stream.taken and stream.lease_until < now:
                 del self._streams[key]
-        self._spilled.sweep(now)
         super()._sweep(now)
         self._peers.sweep(now, self._incoming.senders())
         self._settle()
 
     def _end_old(self, keep: bool) -> None:
-        self._reservations.rename()
-        self._prefills.waits.end_all()
+        self._prompts.rename()
         for group in list(self._state.groups.values()):
             if not keep or any(child.stage is Stage.RESERVED for child in group.alive):
                 self._migration.abort(group.key, "the weights changed")
@@ -558,19 +507,22 @@ class DecodeWorker(MeshWorker):
         for stream in self._streams.values():
             stream.weights = self._hello.weights
 
-    def _status(self) -> WorkerStatus:
-        role = WorkerRole.MIXED if self._computes else WorkerRole.DECODE
+    def _status(self, common: WorkerStatus) -> WorkerStatus:
+        state, mesh = self._state, self._mesh
         return msgspec.structs.replace(
-            self._state.status(self.name, role, self._layout),
-            waiting=len(self._reservations) + self._spilled.spills.waiting(),
-            draining=self._draining,
+            common,
+            running=sum(state.living),
+            slots=mesh.ranks * mesh.slots_per_rank,
+            preemptions=state.preemptions,
+            reserved_pages=state.reserved_pages(),
+            rank_sequences=tuple(state.living),
+            rank_contexts=state.contexts(),
+            waiting=len(self._reservations),
             handoffs=len(self._incoming) + len(self._outgoing),
-            queued_tokens=self._prefills.backlog.tokens,
-            queued_pairs=self._prefills.backlog.pairs,
             can_prefill=self._chunk_tokens > 0,
             chunk_tokens=self._chunk_tokens,
-            kept=self._kept_tiers(*self._spilled.stats()),
+            kept=self._kept_tiers(),
             drafted_tokens=self.counters["drafted_tokens"],
             accepted_tokens=self.counters["accepted_tokens"],
-            priorities=self._grants.loads(self._prefills.backlog.by_priority()),
+            priorities=self._yields.loads(self._prompts.backlog.by_priority()),
         )

@@ -297,7 +297,7 @@ class DiskTier(KvSource):
 
     async def _bring_snapshot(self, restore: Restore) -> None:
         saved, host = restore.snapshot, self._host
-        if not isinstance(saved, DiskBlock) or restore.place is None:
+        if not isinstance(saved, DiskBlock) or restore.snapshot_owner is None:
             return
         loaded = await host.load_snapshot(restore.plan, lambda ids: self._read(saved, 0, ids))
         if loaded is None:

@@ -9,24 +9,17 @@ two steps. If a sequence needs pages and none is free, the youngest transfer is 
 are released."""
 
 import asyncio
+from collections.abc import Callable
 
 from jdisagg.errors import HandoffError, InvalidRequestError, JdisaggError
-from jdisagg.messages.ports import FetchCall, FetchReply, HandoffEnd, Offer
-from jdisagg.messages.step_commands import ExtractResult, StepResult
+from jdisagg.messages.ports import FetchCall, FetchReply, HandoffEnd
+from jdisagg.messages.step_commands import StepResult
 from jdisagg.scheduler.executor import MeshLimits
 from jdisagg.scheduler.residency import Chain
 from jdisagg.telemetry import Counters
 from jdisagg.worker.background import BackgroundTasks
 from jdisagg.worker.kv_sources import KvSources, RestoreQuery
-from jdisagg.worker.mesh_worker import WorkerContext
-from jdisagg.worker.outgoing_kv import (
-    OutgoingHandoff,
-    OutgoingKv,
-    extraction,
-    offer_weight,
-    offers_of_pages,
-    snapshot_offers,
-)
+from jdisagg.worker.outgoing_kv import OutgoingHandoff, OutgoingKv, offers_of_pages, snapshot_offers
 from jdisagg.worker.step_loop import StepLoop
 
 MOST_GIVEN = 16  # most hand-offs at the same time
@@ -47,7 +40,7 @@ class GivenKv:
         outgoing: OutgoingKv,
         loop: StepLoop,
         mesh: MeshLimits,
-        context: WorkerContext,
+        ids: Callable[[], int],
         counters: Counters,
         decodes: bool,
     ) -> None:
@@ -57,10 +50,9 @@ class GivenKv:
         self._outgoing = outgoing
         self._loop = loop
         self._mesh = mesh
-        self._context = context
+        self._ids = ids
         self._counters = counters
-        self._given: dict[int, tuple[int, OutgoingHandoff]] = {}  # rank and hand-off, by owner
-        self._holding: set[int] = set()  # owners that still hold pages
+        self._given: dict[int, OutgoingHandoff] = {}  # by the owner of their pages
         self._places = asyncio.Semaphore(BETWEEN_STEPS)  # for extractions of a decode mesh
         self._beginning = 0
         self._moved = asyncio.Event()  # a block was fetched, or a hand-off ended
@@ -73,7 +65,7 @@ class GivenKv:
     def close_for(self, seconds: float) -> None:
         """Sends no blocks for `seconds`. Otherwise workers that have just reset their caches could
         fetch old blocks."""
-        self._closed_until = self._context.clock.now() + seconds
+        self._closed_until = self._outgoing.now() + seconds
 
     def stop(self) -> None:
         self._tasks.cancel()
@@ -105,12 +97,10 @@ class GivenKv:
             return FetchReply()
         if not self._may(call) or call.handoff_id in self._outgoing:
             return FetchReply()
-        owner = self._kept.guest()
-        pages = self._kept.hold(rank, owner, call.names[:count])
-        until = self._context.clock.now() + call.deadline_seconds
+        owner, pages = self._kept.hold(rank, call.names[:count])
+        until = self._outgoing.now() + call.deadline_seconds
         handoff = OutgoingHandoff(call.handoff_id, 0, owner, until, call.asker)
-        self._given[owner] = rank, handoff
-        self._holding.add(owner)
+        self._given[owner] = handoff
         self._outgoing.open(handoff, awaits=True)
         # the snapshot may be dropped while blocks wait to be fetched, so it is extracted at once
         states = self._extract_snapshot(handoff, rank, call.names[:count]) if with_state else []
@@ -122,24 +112,17 @@ class GivenKv:
         self._moved.set()
 
     def ended(self, owner: int) -> bool:
-        found = self._given.pop(owner, None)
-        if found is not None:
-            self._let_go(found[0], owner)
-            self._moved.set()
-        return found is not None
+        """Returns whether `owner` held the pages of a transfer, which has ended."""
+        if self._given.pop(owner, None) is None:
+            return False
+        self._kept.release(owner)
+        self._moved.set()
+        return True
 
-    def give_way(self, rank: int) -> bool:
-        for owner, (where, handoff) in reversed(self._given.items()):
-            if where == rank and owner in self._holding:
-                self._counters.add("peer_gives_cut")
-                self._outgoing.end(handoff, HandoffError("its owner needs the pages"))
-                return True
-        return False
-
-    def _let_go(self, rank: int, owner: int) -> None:
-        if owner in self._holding:
-            self._holding.remove(owner)
-            self._kept.let_go(rank, owner)
+    def cut(self, owner: int) -> None:
+        """Ends a transfer that has lost its pages to a sequence."""
+        self._counters.add("peer_gives_cut")
+        self._outgoing.end(self._given[owner], HandoffError("its owner needs the pages"))
 
     def _may(self, call: FetchCall) -> bool:
         kept = self._kept
@@ -150,7 +133,7 @@ class GivenKv:
             and not self._mesh.ring_pages
             and kept.block_tokens == call.block_tokens
             and self._loop.failure is None
-            and self._context.clock.now() >= self._closed_until
+            and self._outgoing.now() >= self._closed_until
             and len(self._given) + self._beginning
             < (MOST_GIVEN_WITH_STATE if kept.snapshots else MOST_GIVEN)
         )
@@ -168,8 +151,8 @@ class GivenKv:
     ) -> "list[asyncio.Future[StepResult]]":
         tokens = len(chain) * self._kept.block_tokens
         place = self._kept.use_snapshot(rank, chain, tokens)
-        offers = snapshot_offers(self._mesh, rank, tokens, self._context.ids)
-        return [self._extract(handoff, offer, place) for offer in offers]
+        offers = snapshot_offers(self._mesh, rank, tokens, self._ids)
+        return [self._outgoing.extract(handoff, offer, place) for offer in offers]
 
     async def _offer(
         self,
@@ -180,56 +163,32 @@ class GivenKv:
         count: int,
         states: "list[asyncio.Future[StepResult]]",
     ) -> None:
-        size, summing = self._kept.block_tokens, list[asyncio.Task[None]]()
+        size, extracts = self._kept.block_tokens, states
         try:
-            if states:
-                summing.append(self._tasks.spawn(self._announce(handoff, states)))
             for start in range(first * size, count * size, size):
                 while self._full() and not handoff.over:
                     self._moved.clear()
                     await self._moved.wait()
-                extracts: list[asyncio.Future[StepResult]] = []
-                for offer in offers_of_pages(
-                    self._mesh, rank, start, start + size, self._context.ids
-                ):
+                for offer in offers_of_pages(self._mesh, rank, start, start + size, self._ids):
                     if self._decodes:
                         await self._places.acquire()
                     if handoff.over:
                         self._places.release()
                         return
-                    extracts.append(self._extract(handoff, offer, pages))
+                    # does not wait for it, because the mesh runs other commands in between
+                    extracts.append(self._outgoing.extract(handoff, offer, pages))
                     if self._decodes:
                         extracts[-1].add_done_callback(lambda _: self._places.release())
-                # does not wait for each block, because the mesh runs other commands in between
-                summing.append(self._tasks.spawn(self._announce(handoff, extracts)))
             if self._decodes:
-                self._let_go(rank, handoff.sequence)
-            await asyncio.gather(*summing)
+                self._kept.release(handoff.sequence)
+            await asyncio.gather(*extracts)
         except JdisaggError:
             return  # the mesh failed, and all its hand-offs with it
         if not handoff.over:
             self._counters.add("peer_blocks_given", count - first)
             self._outgoing.finish(handoff, lambda offers: HandoffEnd(offers, count * size, ()))
 
-    def _extract(
-        self, handoff: OutgoingHandoff, offer: Offer, pages: tuple[int, ...]
-    ) -> "asyncio.Future[StepResult]":
-        handoff.announce((offer,), offer_weight(self._mesh, offer))
-        key, page_size = self._outgoing.checksum_key, self._mesh.page_size
-        return self._loop.submit(extraction(self._loop.next_number(), offer, pages, page_size, key))
-
-    async def _announce(
-        self, handoff: OutgoingHandoff, extracts: "list[asyncio.Future[StepResult]]"
-    ) -> None:
-        try:
-            done = await asyncio.gather(*extracts)
-        except JdisaggError:
-            return  # see above
-        if self._outgoing.checksum_key and not handoff.over:
-            sums = [one.checksum for one in done if isinstance(one, ExtractResult)]
-            handoff.announce_checksums(sums)
-
     def _full(self) -> bool:
-        offered = sum([handoff.outstanding_tokens for _, handoff in self._given.values()])
+        offered = sum([handoff.outstanding_tokens for handoff in self._given.values()])
         chunk = self._mesh.chunk_buckets[-1] * self._mesh.layer_groups
         return offered >= (MOST_CHUNKS_OF_DECODE if self._decodes else MOST_CHUNKS) * chunk

@@ -3,8 +3,8 @@
 The executor owns the bytes (`ExtractBlock`, and `PullBlock` with the peer `HOST`); this module
 issues the commands. A copy to host memory is queued on the mesh at the moment of the call, so later
 commands may overwrite its pages. A restored piece is written into pages and read back. Its checksum
-is compared with the checksum taken when the piece was copied to host memory. The callers
-(`worker/host_tier.py`, `worker/spilled_kv.py`) track which block or sequence a piece belongs to."""
+is compared with the checksum taken when the piece was copied to host memory. `worker/host_tier.py`
+tracks which block a piece belongs to."""
 
 import asyncio
 from collections.abc import Iterable, Sequence

@@ -1,6 +1,6 @@
 """The host-memory tier of a mesh: copies cached blocks to host memory before their pages are
-reused, and restores them. A worker that decodes shares this memory with its swapped-out sequences
-(`worker/spilled_kv.py`), which take precedence.
+reused, and restores them. Blocks of preempted sequences are copied in any case, others only if
+enough blocks are requested again (`AskedAgain`).
 
 The copy is queued on the mesh when the pages get another owner, so it runs before any command that
 overwrites the pages. If a checksum differs, the block is dropped and counts as a miss."""
@@ -44,8 +44,7 @@ Read = Callable[[tuple[int, ...]], Awaitable[tuple[int, ...]]]
 
 
 class HostTier(KvSource):
-    """Host memory as a source of cached blocks (`KvSource`). `ready`: function that returns whether
-    the programs that copy blocks are loaded. Until they are, no block is copied."""
+    """Host memory as a source of cached blocks (`KvSource`)."""
 
     name: Origin = "host"
     most_restores = 4
@@ -73,7 +72,6 @@ class HostTier(KvSource):
         self._asked = AskedAgain(capacity, room.always)
         self._snapshots_asked = AskedAgain(self.snapshots.capacity, room.always)
         self.on = self.blocks.capacity > 0
-        self._room_bytes, self._lent_bytes = of_blocks, 0
         self._most_writing = most_writing
         self.prices = Prices(room.always)
         self._kept = kept
@@ -90,7 +88,7 @@ class HostTier(KvSource):
             key = int.from_bytes(kept.digest(b"jdisagg sums")[:8], "little") >> 1
             kept.on_evicted(self._evicted)
             for rank, snapshots in enumerate(kept.snapshots):
-                snapshots.on_evicted = functools.partial(self._snapshot_evicted, rank)
+                snapshots.on_evicted(functools.partial(self._snapshot_evicted, rank))
         self._pieces = HostPieces(loop, limits.page_size, key)
 
     def bytes_of_snapshots(self, room_bytes: int) -> int:
@@ -109,16 +107,6 @@ class HostTier(KvSource):
         used = sum([len(blocks) * size for blocks, size in found])
         room = sum([blocks.capacity * size for blocks, size in found])
         return (KeptTier(self.name, len(self.blocks), used, room),)
-
-    def lend(self, nbytes: int) -> bool:
-        """Reserves `nbytes` bytes of the tier's memory for other uses, and evicts blocks to free
-        them. Returns False if the blocks that remain, because they are being copied, still use some
-        of these bytes."""
-        if self.on and nbytes != self._lent_bytes:
-            self._lent_bytes = nbytes
-            self.blocks.capacity = max(0, self._room_bytes - nbytes) // self.block_bytes
-            self._drop(self.blocks.shrink(), "room")
-        return not self.on or len(self.blocks) <= self.blocks.capacity
 
     def listed(self) -> Iterator[tuple[int, bytes, int, bool]]:
         return self.blocks.listed(self._kept.block_tokens)
@@ -151,8 +139,10 @@ class HostTier(KvSource):
 
     def _evicted(self, rank: int, name: bytes, index: int, pages: tuple[int, ...]) -> None:
         self._asked.evicted(name)
-        if self._asked.worth_copying:
-            self._copy_out(rank, name, index, pages)
+        if self._kept.awaits(rank, name):
+            self._copy_out(rank, name, index, pages, MOST_WRITING)
+        elif self._asked.worth_copying:
+            self._copy_out(rank, name, index, pages, self._most_writing)
         elif name not in self.blocks:
             self._counters.add("host_blocks_declined")
 
@@ -163,10 +153,12 @@ class HostTier(KvSource):
         elif name not in self.snapshots:
             self._counters.add("host_snapshots_declined")
 
-    def _copy_out(self, rank: int, name: bytes, index: int, pages: tuple[int, ...]) -> None:
+    def _copy_out(
+        self, rank: int, name: bytes, index: int, pages: tuple[int, ...], most_writing: int
+    ) -> None:
         if self._loop.failure is not None or name in self.blocks:
             return
-        if self.blocks.writing >= self._most_writing:
+        if self.blocks.writing >= most_writing:
             self._counters.add("host_blocks_skipped")
             return
         offers = self.offers(rank, index)
@@ -205,7 +197,7 @@ class HostTier(KvSource):
         host memory first. Returns None if the block is in neither place."""
         pages = self._kept.pages(rank, name)
         if pages:
-            self._copy_out(rank, name, index, pages)
+            self._copy_out(rank, name, index, pages, self._most_writing)
         if (task := self._copies.get(name)) is not None:
             await asyncio.wait({task})
         return self.blocks.arrived(name)
@@ -393,9 +385,9 @@ class HostTier(KvSource):
 
     async def bring_snapshot(self, restore: Restore) -> None:
         snapshot, plan = restore.snapshot, restore.plan
-        if not isinstance(snapshot, HostBlock) or restore.place is None:
+        if not isinstance(snapshot, HostBlock):
             return
-        place = restore.place(len(plan.chain) * self._kept.block_tokens)
+        place = restore.place(self._kept, len(plan.chain) * self._kept.block_tokens)
         if place is None:
             return
         if await self._pieces.bring_back(snapshot.pieces, plan.rank, place):

@@ -10,7 +10,6 @@ blocks that are being restored."""
 
 import asyncio
 import contextlib
-import functools
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -104,9 +103,7 @@ class Restore:
         owner: Sequence that holds the pages and uses the blocks; None if the restore reserves them.
         origins: Origin (name of the source) of each verified block, by its index in the plan's
             chain.
-        place: Function that assigns pages (or a state slot, as one page) to the restored snapshot,
-            given its number of tokens. They replace those of an earlier call. Returns None if there
-            is no room. The attribute is None if no snapshot is restored.
+        snapshot_owner: Temporary owner of the pages of the snapshot; None if none is restored.
         closing: Functions that keep background work of the source from writing to the pages.
     """
 
@@ -119,7 +116,7 @@ class Restore:
     held: dict[int, object] = field(default_factory=dict)
     origins: dict[int, Origin] = field(default_factory=dict)
     moved_tokens: int = 0
-    place: Callable[[int], tuple[int, ...] | None] | None = None
+    snapshot_owner: int | None = None
     snapshot: object = None
     restored: bool = False
 
@@ -130,6 +127,14 @@ class Restore:
         while count in self.origins:
             count += 1
         return count
+
+    def place(self, kept: Residency, tokens: int) -> tuple[int, ...] | None:
+        """Assigns pages (or a state slot, as one page) to the restored snapshot after `tokens`
+        tokens. They replace those of an earlier call. Returns None if there is no room, or if no
+        snapshot is restored."""
+        if self.snapshot_owner is None:
+            return None
+        return kept.begin_restore(self.plan.rank, self.snapshot_owner, tokens)
 
     def stop(self) -> None:
         """Ends the restore before its owner's pages are reused."""
@@ -246,11 +251,7 @@ class KvSources:
 
     Args:
         sources: The worker's sources. If plans save equal time, an earlier source is preferred.
-
-    Attributes:
         may_take: Function that returns whether a restore may reserve a number of pages of a rank.
-        ready: Function that returns whether the programs of restores are loaded. Until they are,
-            nothing is restored.
     """
 
     def __init__(
@@ -260,14 +261,16 @@ class KvSources:
         counters: Counters,
         now: Callable[[], float],
         sources: Iterable[KvSource] = (),
+        may_take: Callable[[int, int], bool] = lambda rank, pages: True,
     ) -> None:
         self.kept = kept
         self._page_size = page_size
         self._counters = counters
         self._now = now
         self._sources = tuple(sources)
-        self.may_take: Callable[[int, int], bool] = lambda rank, pages: True
+        self._may_take = may_take
         self._running: Counter[Origin] = Counter()
+        self._owned: dict[int, Restore] = {}  # to pages of sequences, by owner
         self._tasks = BackgroundTasks()
 
     def __iter__(self) -> Iterator[KvSource]:
@@ -292,12 +295,35 @@ class KvSources:
         (`RestorePlan.patience_seconds`). It is not called if the returned task is cancelled."""
         return self._tasks.spawn(self._restore_in_time(plan, restored, done))
 
-    def begin_in(self, restore: Restore, restored: RestoredBlocks) -> "asyncio.Task[None]":
-        """Starts a restore to pages that `restore.owner` holds. The returned task ends with the
-        restore, or at the restore's time limit (`RestorePlan.patience_seconds`)."""
-        work = self._restore_in_time(restore.plan, restored, lambda: None, restore)
+    async def fill(
+        self, query: RestoreQuery, owner: int, pages: tuple[int, ...], restored: RestoredBlocks
+    ) -> int:
+        """Restores blocks to pages that `owner` holds, if that is worthwhile. Ends at the restore's
+        time limit (`RestorePlan.patience_seconds`), or when `let_go` is called.
+
+        Returns:
+            The number of leading blocks of the chain that are in the pages then, or 0 if nothing
+                was restored.
+        """
+        plan, epoch = self.best(query), self.kept.epoch
+        if plan is None:
+            return 0
+        restore = self._owned[owner] = Restore(plan, query.known[plan.rank], pages, owner)
+        work = self._restore_in_time(plan, restored, lambda: None, restore)
         restore.task = self._tasks.spawn(work)
-        return restore.task
+        try:
+            await asyncio.wait({restore.task})
+        except asyncio.CancelledError:
+            self.let_go(owner)
+            raise
+        known = self._owned.pop(owner, None) is not None and epoch == self.kept.epoch
+        return restore.blocks if known else 0
+
+    def let_go(self, owner: int) -> None:
+        """Writes nothing more to the pages of an owner."""
+        restore = self._owned.pop(owner, None)
+        if restore is not None:
+            restore.stop()
 
     async def _restore_in_time(
         self,
@@ -340,7 +366,7 @@ class KvSources:
             return "room"
         epoch, began = kept.epoch, self._now()
         if plan.snapshot and guest is not None:
-            restore.place = functools.partial(kept.begin_restore, plan.rank, guest)
+            restore.snapshot_owner = guest
         self._running[source.name] += 1
         try:
             cause = await source.bring(restore)
@@ -370,7 +396,7 @@ class KvSources:
         kept, rank, chain = self.kept, restore.plan.rank, restore.plan.chain
         size, owner = kept.block_tokens, kept.guest()
         count = len(chain) * size // self._page_size
-        if not self.may_take(rank, count - restore.first * size // self._page_size):
+        if not self._may_take(rank, count - restore.first * size // self._page_size):
             return None
         pages = kept.reserve(rank, owner, chain, restore.first * size, count)
         if pages is None:

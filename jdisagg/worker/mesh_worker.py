@@ -27,24 +27,36 @@ from jdisagg.errors import (
 from jdisagg.grammar.compiler import GrammarCompiler
 from jdisagg.messages.kept_blocks import KeptMark, KeptNews, KeptScheme
 from jdisagg.messages.ports import Child, FetchCall, FetchReply, PeerHello, PeerMessage
-from jdisagg.messages.step_commands import STUCK_TOKEN, CopyPages, StepCommand, StepResult
-from jdisagg.messages.worker_status import KeptTier, LinkTimes, WorkerStatus
-from jdisagg.request import CachedTokens, Identity, Request
+from jdisagg.messages.step_commands import (
+    STUCK_TOKEN,
+    CopyPages,
+    PrefillChunk,
+    PrefillResult,
+    SampledToken,
+    StepCommand,
+    StepResult,
+)
+from jdisagg.messages.worker_status import KeptTier, LinkTimes, WorkerRole, WorkerStatus
+from jdisagg.request import Identity, Request
+from jdisagg.scheduler.decode_state import DecodeState
 from jdisagg.scheduler.executor import Executor
-from jdisagg.scheduler.host_blocks import TierRoom
+from jdisagg.scheduler.host_blocks import MOST_WRITING, MOST_WRITING_OF_DECODE, TierRoom
 from jdisagg.scheduler.kept_events import KeptEvents
 from jdisagg.scheduler.kept_view import KeptBlock, kept_blocks
 from jdisagg.scheduler.prices import Prices
-from jdisagg.scheduler.residency import BlockNames, Chain, Residency
+from jdisagg.scheduler.prompt import Prompt
+from jdisagg.scheduler.residency import BlockNames, Chain
 from jdisagg.telemetry import Counters
 from jdisagg.worker.adapter_loads import AdapterLoads
 from jdisagg.worker.background import SideCalls
 from jdisagg.worker.disk_tier import DiskTier
+from jdisagg.worker.given_kv import GivenKv
 from jdisagg.worker.host_tier import HostTier
-from jdisagg.worker.kv_sources import KvSource, KvSources
+from jdisagg.worker.kv_sources import KvSource, KvSources, RestoredBlocks
 from jdisagg.worker.outgoing_kv import OutgoingHandoff, OutgoingKv
 from jdisagg.worker.peer_fetch import PeerFetch
 from jdisagg.worker.peers import PeerResolver, Peers, hello_of
+from jdisagg.worker.prompts import Prompts
 from jdisagg.worker.step_loop import DEPTH, StepLoop
 from jdisagg.worker.weights_updates import ServedWeights, WeightsUpdates
 
@@ -60,8 +72,7 @@ class WorkerContext:
             process.
         names: Object that computes the hashes (names) of cached blocks; None disables the prefix
             cache.
-        tiers: Capacity of the host-memory and disk tiers, which hold cached blocks of a prefill
-            worker or swapped-out sequences of a decode worker.
+        tiers: Capacity of the host-memory and disk tiers.
         kv_channels: Function that returns the data-plane connections that the worker's status
             reports.
         times: Function that returns the measured times of the mesh's programs, or None if they are
@@ -90,20 +101,21 @@ class MeshWorker(ABC):
         weights: Implements the calls that update the worker's weights or let it sleep.
 
     Args:
-        shortest_lease_seconds: Length of the shortest lease. The check for expired leases runs at
-            least four times in this period.
-        depth: Largest number of planned prefill and decode commands in flight.
+        peers: Function that returns the interface of another worker from which cached KV may be
+            fetched; None if none may be fetched.
     """
 
     def __init__(
         self,
+        role: WorkerRole,
         context: WorkerContext,
         executor: Executor,
         config: InstanceConfig,
         limits: LimitsConfig,
-        shortest_lease_seconds: float,
-        depth: int = DEPTH,
+        peers: PeerResolver | None,
     ) -> None:
+        decodes = role is not WorkerRole.PREFILL
+        self._role = role
         self.name = context.name
         self.address = context.address
         self.boot_id = context.ids()
@@ -114,6 +126,8 @@ class MeshWorker(ABC):
         self._clock = context.clock
         self._mesh = executor.limits
         self._layout = str(config.layout)
+        # of prefills alone, one chunk per stage, and one in the queue
+        depth = DEPTH if decodes else executor.limits.stages + 1
         self._loop = StepLoop(
             executor, self._plan, self._apply, self._break_down, context.clock.now, depth
         )
@@ -129,7 +143,13 @@ class MeshWorker(ABC):
             weights=context.weights.identity,
         )
         self._outgoing = OutgoingKv(
-            self._hello, self._loop, context.clock, limits, self.counters, ended=self._sent
+            self._hello,
+            self._loop,
+            executor.limits,
+            context.clock,
+            limits,
+            self.counters,
+            ended=self._sent,
         )
         self._adapters = AdapterLoads(
             context.name,
@@ -142,12 +162,27 @@ class MeshWorker(ABC):
         self.weights = WeightsUpdates(self, context.weights, self._loop, *own)
         self._attempts = Attempts()
         self._grammars: GrammarCompiler | None = None
-        self._sweep_seconds = min(shortest_lease_seconds / 4, limits.timeouts.handoff.sweep_seconds)
+        lease_seconds = limits.handoff_lease_seconds
+        if decodes:
+            lease_seconds = min(lease_seconds, limits.reservation_lease_seconds)
+        self._sweep_seconds = min(lease_seconds / 4, limits.timeouts.handoff.sweep_seconds)
         self._sweeping: asyncio.Task[None] | None = None
         self._draining = False
         self._forgotten = 0  # blocks that were cleared rather than evicted for lack of room
-        self._sources: KvSources  # set by the subclass, which owns the prefix cache
         self._quiet = asyncio.Event()
+        self._state = DecodeState(executor.limits, context.names, self._adapters.table)
+        self._kept = self._state.residency
+        self._prompts = Prompts(self._state, context.ids, self.counters, self._released)
+        self._sources = self._find_sources(peers, decodes)
+        self._given = GivenKv(
+            self._sources,
+            self._outgoing,
+            self._loop,
+            executor.limits,
+            context.ids,
+            self.counters,
+            decodes,
+        )
 
     def constrain(self, grammars: GrammarCompiler | None) -> None:
         """Sets the grammar compiler. Without one, requests with a grammar are refused."""
@@ -161,6 +196,7 @@ class MeshWorker(ABC):
 
     async def stop(self) -> None:
         """Ends all work with UnavailableError. Does not close the executor."""
+        self._given.stop()
         self._end_everything(UnavailableError(f"worker {self.name!r} was stopped"))
         if self._sweeping is not None:
             self._sweeping.cancel()
@@ -214,9 +250,23 @@ class MeshWorker(ABC):
     def status_now(self) -> WorkerStatus:
         """Returns the worker's status. Raises UnavailableError if the mesh has failed."""
         self._loop.check()
-        context = self._context
-        return msgspec.structs.replace(
-            self._status(),
+        context, ledgers, states = self._context, self._state.ledgers, self._state.states
+        common = WorkerStatus(
+            name=self.name,
+            role=self._role,
+            layout=self._layout,
+            running=0,
+            waiting=0,
+            slots=0,
+            free_pages=tuple([ledger.free_pages for ledger in ledgers]),
+            total_pages=tuple([ledger.total_pages for ledger in ledgers]),
+            page_size=self._mesh.page_size,
+            context_tokens=self._mesh.context_tokens,
+            draining=self._draining,
+            queued_tokens=self._prompts.backlog.tokens,
+            queued_pairs=self._prompts.backlog.pairs,
+            free_states=states.free_by_rank(),
+            total_states=states.total_by_rank(),
             kv_channels=context.kv_channels(),
             times=context.times(),
             links=self._links(),
@@ -227,6 +277,7 @@ class MeshWorker(ABC):
             asleep=self.weights.asleep,
             images=self._mesh.images is not None,
         )
+        return self._status(common)
 
     @property
     def kept_scheme(self) -> KeptScheme | None:
@@ -251,22 +302,18 @@ class MeshWorker(ABC):
     async def hello(self, hello: PeerHello) -> PeerHello:
         return await self._outgoing.hello(hello)
 
-    @abstractmethod
-    async def fetch(self, call: FetchCall) -> FetchReply: ...
+    async def fetch(self, call: FetchCall) -> FetchReply:
+        return await self._given.give(call)
 
     def offers(self, handoff_id: int, attempt: int) -> AsyncIterator[PeerMessage]:
         return self._outgoing.offers(handoff_id, attempt)
 
     async def acknowledge(self, handoff_id: int, offer_ids: tuple[int, ...]) -> None:
         await self._outgoing.acknowledge(handoff_id, offer_ids)
+        self._given.moved()
 
     async def abort(self, handoff_id: int, reason: str) -> None:
         await self._outgoing.abort(handoff_id, reason)
-
-    @property
-    @abstractmethod
-    def _kept(self) -> Residency:
-        """The prefix cache in the mesh's pages."""
 
     @abstractmethod
     def _plan(self, step: int) -> StepCommand | None:
@@ -278,8 +325,16 @@ class MeshWorker(ABC):
         """Processes the result of a planned command."""
 
     @abstractmethod
-    def _status(self) -> WorkerStatus:
-        """Returns the part of the status that differs between the two kinds of workers."""
+    def _status(self, common: WorkerStatus) -> WorkerStatus:
+        """Completes a status with what differs between the two kinds of workers."""
+
+    @abstractmethod
+    def _prefilled(self, key: int, firsts: list[SampledToken]) -> None:
+        """Called with the first tokens of a prompt that is computed."""
+
+    @abstractmethod
+    def _released(self, prompt: Prompt) -> None:
+        """Called when a prompt need not wait for blocks of another prompt any longer."""
 
     @abstractmethod
     def _requests_running(self) -> list[Request]:
@@ -316,11 +371,12 @@ class MeshWorker(ABC):
     def _links(self) -> tuple[LinkTimes, ...]:
         return tuple([link for peers in self._connections for link in peers.meter.links()])
 
-    def _find_sources(
-        self, kept: Residency, peers: PeerResolver | None, room: TierRoom, most_writing: int
-    ) -> KvSources:
-        loop, mesh, now = self._loop, self._mesh, self._clock.now
-        ids = self._context.ids
+    def _find_sources(self, peers: PeerResolver | None, decodes: bool) -> KvSources:
+        kept, loop, mesh, now = self._kept, self._loop, self._mesh, self._clock.now
+        ids, room = self._context.ids, self._context.tiers
+        if decodes and kept.snapshots:  # their blocks are of use only with a snapshot
+            peers, room = None, TierRoom()
+        most_writing = MOST_WRITING_OF_DECODE if decodes else MOST_WRITING
         self._host = HostTier(kept, loop, mesh, room, ids, self.counters, most_writing)
         self._disk = DiskTier(kept, loop, self._host, room, self.counters, now)
         sources: list[KvSource] = [tier for tier in (self._host, self._disk) if tier.on]
@@ -337,34 +393,45 @@ class MeshWorker(ABC):
                 self.counters,
             )
             sources.append(fetch)
-        found = KvSources(kept, mesh.page_size, self.counters, now, sources)
-        return found
+        return KvSources(kept, mesh.page_size, self.counters, now, sources, self._may_take)
 
-    def _kept_tiers(self, *spilled: KeptTier) -> tuple[KeptTier, ...]:
+    def _apply_chunk(self, chunk: PrefillChunk, result: PrefillResult) -> None:
+        seconds = self._loop.took
+        self._prompts.computed(chunk, result, seconds)
+        self._sources.computed_in(sum([len(row.tokens) for row in chunk.rows]), seconds)
+        for row in chunk.rows:
+            if row.samples:
+                firsts = [one for one in result.samples if one.sequence == row.sequence]
+                self._prefilled(row.sequence, firsts)
+
+    def _may_take(self, rank: int, pages: int) -> bool:
+        """Returns whether a restore may reserve this number of pages."""
+        return True
+
+    def _kept_tiers(self) -> tuple[KeptTier, ...]:
         kept, mesh = self._kept, self._mesh
         if not kept.on:
-            return spilled
+            return ()
         of_token = mesh.sent.bytes_per_token
         room = mesh.ranks * mesh.pages_per_rank * mesh.page_size * of_token
         blocks = kept.blocks
-        tiers = {"pages": KeptTier("pages", blocks, blocks * kept.block_tokens * of_token, room)}
+        tiers = [KeptTier("pages", blocks, blocks * kept.block_tokens * of_token, room)]
         if kept.snapshots:
             sizes = [(len(one), one.filled, one.total) for one in kept.snapshots]
             count, filled, total = map(sum, zip(*sizes, strict=True))
             size = mesh.snapshot_slot_bytes
-            tiers["snapshots"] = KeptTier("snapshots", count, filled * size, total * size)
-        tiers |= {tier.tier: tier for tier in self._sources.stats()}
-        for tier in spilled:
-            name, cached = tier.tier, tiers.get(tier.tier, KeptTier(tier.tier, 0, 0, 0))
-            count, nbytes = tier.blocks + cached.blocks, tier.bytes + cached.bytes
-            tiers[name] = KeptTier(name, count, nbytes, tier.room_bytes)
-        return tuple(tiers.values())
+            tiers.append(KeptTier("snapshots", count, filled * size, total * size))
+        return (*tiers, *self._sources.stats())
 
-    def _count_reuse(self, tokens: int, cached: CachedTokens) -> None:
+    def _count_reuse(
+        self, prompt: Prompt, rank: int, cached_tokens: int, restored: RestoredBlocks
+    ) -> None:
         kept = self._kept
+        if cached_tokens:
+            self._sources.used(rank, prompt.chain[: cached_tokens // kept.block_tokens])
         if kept.on:
-            self.counters.add("prefix_asked_tokens", tokens)
-            for tier, count in cached.by_tier().items():
+            self.counters.add("prefix_asked_tokens", prompt.tokens)
+            for tier, count in restored.split(rank, cached_tokens).by_tier().items():
                 if count or tier == "pages":
                     self.counters.add("prefix_hit_tokens", count, tier=tier)
             known = self.counters["prefix_blocks_evicted"] - self._forgotten
@@ -380,24 +447,30 @@ class MeshWorker(ABC):
             self.counters.add("snapshots_used", used - self.counters["snapshots_used"])
             self.counters.add("snapshots_evicted", evicted - self.counters["snapshots_evicted"])
 
-    def _continue_from(
-        self, kept: Residency, rank: int, chain: Chain, tokens: int, slot: int
-    ) -> None:
+    def _continue_from(self, rank: int, chain: Chain, tokens: int, slot: int) -> None:
         """Copies the snapshot after `tokens` cached positions to a sequence's state slot, if the
         model keeps state. Must be called when the sequence gets pages, before the snapshot can be
         evicted."""
-        if kept.snapshots:
-            (source,) = kept.use_snapshot(rank, chain, tokens)
+        if self._kept.snapshots and tokens:
+            (source,) = self._kept.use_snapshot(rank, chain, tokens)
             copies = ((rank, source, slot),)
             self._loop.fire(CopyPages(self._loop.next_number(), (), copies))
 
     def _forget_kept(self, rank: int | None, cause: str) -> int:
+        # a reset of all workers may take this long
+        self._given.close_for(self._limits.timeouts.request.status_seconds)
         elsewhere = self._sources.clear(cause)
         blocks = self._kept.clear(rank)
         self._forgotten += blocks
         if blocks:
             self.counters.add("prefix_blocks_evicted", blocks, cause=cause)
         return blocks + elsewhere
+
+    def _forget_broken(self, rank: int) -> None:
+        """Drops the cached blocks of a rank, which may be the cause of a result that is no
+        number."""
+        self._forget_kept(rank, "broken")
+        self._sources.erase_later()
 
     async def _compiled(self, request: Request, seconds: float) -> None:
         """Compiles the request's grammar, if any.

@@ -8,24 +8,18 @@ Invariant: an extraction is issued after the steps that wrote its positions, bec
 whose tokens were read back are offered."""
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from jdisagg.errors import HandoffError, JdisaggError
 from jdisagg.layout.kv_spec import KvKind
 from jdisagg.messages.ports import HandoffEnd
-from jdisagg.messages.step_commands import ExtractResult, StepResult
+from jdisagg.messages.step_commands import StepResult
 from jdisagg.scheduler.decode_state import DecodeState
 from jdisagg.scheduler.sequences import Sequence, SequenceGroup, Stage
 from jdisagg.settings.timeouts import HandoffTimeouts
 from jdisagg.telemetry import Counters
-from jdisagg.worker.outgoing_kv import (
-    OutgoingHandoff,
-    OutgoingKv,
-    extraction,
-    offers_of_pages,
-    snapshot_offers,
-)
+from jdisagg.worker.outgoing_kv import OutgoingHandoff, OutgoingKv, offers_of_pages, snapshot_offers
 from jdisagg.worker.step_loop import StepLoop
 
 MOST_ROUNDS = 4
@@ -45,7 +39,6 @@ class MigrationSender:
         outgoing: OutgoingKv,
         loop: StepLoop,
         ids: Callable[[], int],
-        checksum_key: int,
         timeouts: HandoffTimeouts,
         counters: Counters,
     ) -> None:
@@ -53,7 +46,6 @@ class MigrationSender:
         self._outgoing = outgoing
         self._loop = loop
         self._ids = ids
-        self._checksum_key = checksum_key
         self._timeouts = timeouts
         self._counters = counters
         self._migrations: dict[int, _Migration] = {}
@@ -153,31 +145,20 @@ class MigrationSender:
                 await self._changed.wait()
 
     async def _offer(self, child: Sequence, handoff: OutgoingHandoff, start: int, end: int) -> None:
-        limits, key = self._state.limits, self._checksum_key
         pages = self._state.ledgers[child.rank].pages(child.key)
-        waiting: list[Coroutine[None, None, None]] = []
-        for offer in offers_of_pages(limits, child.rank, start, end, self._ids):
-            number = self._loop.next_number()
-            command = extraction(number, offer, pages, limits.page_size, key)
-            handoff.announce((offer,))
-            # issued without an await in between, so that the pages still belong to the sequence
-            waiting.append(self._announce_sum(self._loop.submit(command), handoff))
-        await asyncio.gather(*waiting)
+        # issued without an await in between, so that the pages still belong to the sequence
+        offers = offers_of_pages(self._state.limits, child.rank, start, end, self._ids)
+        await self._sent([self._outgoing.extract(handoff, offer, pages) for offer in offers])
 
     async def _offer_whole(self, child: Sequence, handoff: OutgoingHandoff) -> None:
         """Windows and recurrent state change with each step, so they are sent last."""
-        limits, key, rank = self._state.limits, self._checksum_key, child.rank
+        limits, rank = self._state.limits, child.rank
         slot = self._state.states.slot(rank, child.key)
+        extracts: list[asyncio.Future[StepResult]] = []
         for offer in snapshot_offers(limits, rank, child.position, self._ids):
             pages = limits.ring(slot, child.position) if offer.kind is KvKind.WINDOW else (slot,)
-            command = extraction(self._loop.next_number(), offer, pages, limits.page_size, key)
-            handoff.announce((offer,))
-            await self._announce_sum(self._loop.submit(command), handoff)
+            extracts.append(self._outgoing.extract(handoff, offer, pages))
+        await self._sent(extracts)
 
-    async def _announce_sum(
-        self, extracting: "asyncio.Future[StepResult]", handoff: OutgoingHandoff
-    ) -> None:
-        result = await asyncio.shield(extracting)
-        assert isinstance(result, ExtractResult)
-        if handoff.error is None and self._checksum_key:
-            handoff.announce_checksums((result.checksum,))
+    async def _sent(self, extracts: "list[asyncio.Future[StepResult]]") -> None:
+        await asyncio.gather(*map(asyncio.shield, extracts))

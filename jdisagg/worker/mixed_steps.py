@@ -9,21 +9,22 @@ from jdisagg.scheduler.decode_state import DecodeState
 from jdisagg.scheduler.mixed_times import MixedTimes
 from jdisagg.scheduler.step_policy import StepSnapshot
 from jdisagg.telemetry import Counters
-from jdisagg.worker.own_prefills import OwnPrefills
+from jdisagg.worker.prompts import Prompts
 
 
 class MixedSteps:
     def __init__(
-        self, state: DecodeState, batches: DecodeBatches, prefills: OwnPrefills, counters: Counters
+        self, state: DecodeState, batches: DecodeBatches, prompts: Prompts, counters: Counters
     ) -> None:
-        self._state, self._batches, self._prefills = state, batches, prefills
+        self._state, self._batches, self._prompts = state, batches, prompts
         self._counters = counters
-        self._times = MixedTimes(prefills.beside(), state.limits.batch_buckets)
+        self._times = MixedTimes(prompts.beside(), state.limits.batch_buckets)
 
     def seen(self, snapshot: StepSnapshot) -> StepSnapshot:
         """Completes a snapshot for the step policy. Adds the measured times from which the policy
         chooses mixed steps, and whether prompts wait for other prompts."""
-        if snapshot.prompts_queued and self._prefills.gathering:
+        # while each rank decodes a sequence, none is idle
+        if snapshot.prompts_queued and self._prompts.gathering and all(self._state.running):
             return msgspec.structs.replace(snapshot, gathering=True)
         mixes = snapshot.prompts_queued and bool(self._times.chunks)
         if not mixes and not (snapshot.prompts_queued and snapshot.steps_turn):
@@ -42,9 +43,9 @@ class MixedSteps:
         for progress in self._state.news:
             # The plan of the step may have preempted a sequence whose prompt is queued.
             if progress.group_key not in self._state.groups:
-                self._prefills.forget(progress.group_key)
+                self._prompts.forget(progress.group_key)
         sizes = tuple([size for size in self._times.chunks if size <= chunk_tokens])
-        chunk = self._prefills.next_chunk(steps.step, sizes)
+        chunk = self._prompts.next_chunk(steps.step, beside=sizes)
         return msgspec.structs.replace(steps, chunk=chunk)
 
     def ended(self, command: DecodeSteps, seconds: float) -> None:

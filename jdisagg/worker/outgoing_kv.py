@@ -14,7 +14,13 @@ from jdisagg.config import LimitsConfig
 from jdisagg.errors import HandoffError, JdisaggError, UnavailableError
 from jdisagg.layout.kv_spec import KvKind
 from jdisagg.messages.ports import HandoffEnd, Offer, OfferChecksum, PeerHello, PeerMessage
-from jdisagg.messages.step_commands import BlockChecksum, ExtractBlock, ReleaseOffers
+from jdisagg.messages.step_commands import (
+    BlockChecksum,
+    ExtractBlock,
+    ExtractResult,
+    ReleaseOffers,
+    StepResult,
+)
 from jdisagg.scheduler.blocks import split_blocks
 from jdisagg.scheduler.executor import MeshLimits
 from jdisagg.scheduler.handoff import Handoff, HandoffEvent, HandoffState, sweep
@@ -138,6 +144,7 @@ class OutgoingKv:
         self,
         hello: PeerHello,
         loop: StepLoop,
+        mesh: MeshLimits,
         clock: Clock,
         limits: LimitsConfig,
         counters: Counters,
@@ -145,7 +152,8 @@ class OutgoingKv:
     ) -> None:
         self._hello = hello
         self._loop = loop
-        self._clock = clock
+        self._mesh = mesh
+        self.now = clock.now
         self._lease_seconds = limits.handoff_lease_seconds
         self._silence_seconds = limits.timeouts.handoff.receiver_silence_seconds
         self._counters = counters
@@ -162,11 +170,6 @@ class OutgoingKv:
     def introduce(self, hello: PeerHello) -> None:
         self._hello = hello
         self._greeted.clear()
-
-    @property
-    def checksum_key(self) -> int:
-        """Key of the checksums of offered blocks; 0 disables them."""
-        return self._hello.checksum_key
 
     def __contains__(self, handoff_id: int) -> bool:
         return handoff_id in self._handoffs
@@ -187,6 +190,25 @@ class OutgoingKv:
             handoff.expect_receiver(self._lease(handoff))
         for came in self._awaited.pop(handoff.handoff_id, ()):
             came.set()
+
+    def extract(
+        self, handoff: OutgoingHandoff, offer: Offer, pages: Sequence[int]
+    ) -> "asyncio.Future[StepResult]":
+        """Offers a block of pages, and issues its extraction. When this has ended, its checksum is
+        announced. For recurrent state, `pages` has only the state slot."""
+        key, number = self._hello.checksum_key, self._loop.next_number()
+        handoff.announce((offer,), offer_weight(self._mesh, offer))
+        command = extraction(number, offer, pages, self._mesh.page_size, key)
+        extracting = self._loop.submit(command)
+
+        def announce(done: "asyncio.Future[StepResult]") -> None:
+            if key and not handoff.over and not done.cancelled() and done.exception() is None:
+                result = done.result()
+                assert isinstance(result, ExtractResult)
+                handoff.announce_checksums((result.checksum,))
+
+        extracting.add_done_callback(announce)
+        return extracting
 
     def finish(self, handoff: OutgoingHandoff, end: Callable[[int], HandoffEnd]) -> None:
         handoff.finish(end, self._lease(handoff))
@@ -272,7 +294,7 @@ class OutgoingKv:
         seconds = self._lease_seconds
         if handoff.has_receiver.is_set():
             seconds = min(seconds, self._silence_seconds)
-        return self._clock.now() + seconds
+        return self.now() + seconds
 
     def _release(self, offer_ids: tuple[int, ...]) -> None:
         if offer_ids:

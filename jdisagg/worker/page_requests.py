@@ -1,5 +1,5 @@
-"""The requests of a decode worker that wait for pages. Each `reserve` call waits until its request
-has pages.
+"""The requests of a decode worker that wait for blocks of other prompts and for pages. Each
+`reserve` call waits until its request has pages.
 
 `scheduler/reservations.py` decides which requests get pages and identifies them by tickets. This
 module maps tickets to the waiting calls."""
@@ -8,18 +8,14 @@ import asyncio
 from collections.abc import Callable
 
 from jdisagg.clock import within
-from jdisagg.errors import (
-    DeadlineExceededError,
-    HandoffError,
-    JdisaggError,
-    OverloadedError,
-    UnavailableError,
-)
+from jdisagg.errors import DeadlineExceededError, HandoffError, JdisaggError, UnavailableError
 from jdisagg.messages.ports import ReserveCall
 from jdisagg.request import Request
 from jdisagg.scheduler.handoff import HandoffState
+from jdisagg.scheduler.prompt import Prompt
 from jdisagg.scheduler.reservations import Reservations
 from jdisagg.scheduler.sequences import SequenceGroup
+from jdisagg.worker.prompts import check_queue
 
 _OVERDUE = {
     HandoffState.RESERVED: "its lease passed before generate took it over",
@@ -44,29 +40,28 @@ class PageRequests:
         self._reservations = reservations
         self._limit = limit
         self._drop = drop
-        self._tickets: dict[int, asyncio.Future[SequenceGroup]] = {}
+        self._waiting: dict[int, tuple[Prompt, asyncio.Future[SequenceGroup]]] = {}  # by ticket
+
+    def __len__(self) -> int:
+        """Returns the number of calls that wait."""
+        return len(self._waiting)
 
     def check(self, call: ReserveCall) -> None:
         """Raises InvalidRequestError if even an idle worker has no room for the request, and
         OverloadedError if too many requests wait."""
-        self._reservations.check(call.request, _children(call))
-        waiting, before = len(self._reservations), self._reservations
-        if before.waiting_with(call.request.priority) >= self._limit or waiting >= 2 * self._limit:
-            raise OverloadedError(
-                f"worker {self._worker!r}: {len(self._reservations)} requests wait for pages, the"
-                " queue's limit; try again later",
-                retry_after_seconds=1.0,
-            )
+        self._reservations.check(call.request, call.children)
+        waiting = [prompt for prompt, _ in self._waiting.values()]
+        check_queue(self._worker, waiting, call.request.priority, self._limit)
 
-    def enqueue(
-        self, call: ReserveCall, arrival: float
-    ) -> "tuple[int, asyncio.Future[SequenceGroup]]":
-        """Returns the ticket, and a future that `grant` sets."""
-        ticket = self._reservations.enqueue(
-            call.request, call.attempt, _children(call), arrival, call.whole, call.computes
-        )
-        granted = self._tickets[ticket] = asyncio.get_running_loop().create_future()
-        return ticket, granted
+    def open(self, prompt: Prompt) -> "asyncio.Future[SequenceGroup]":
+        """Returns a future that `grant` sets, some time after `enqueue` was called."""
+        granted = asyncio.get_running_loop().create_future()
+        self._waiting[prompt.key] = prompt, granted
+        return granted
+
+    def enqueue(self, prompt: Prompt) -> None:
+        if prompt.key in self._waiting:
+            self._reservations.enqueue(prompt)
 
     async def wait(
         self, ticket: int, granted: "asyncio.Future[SequenceGroup]", seconds: float
@@ -88,33 +83,36 @@ class PageRequests:
             raise
 
     def grant(self, group: SequenceGroup) -> None:
-        self._tickets.pop(group.key).set_result(group)
+        self._waiting.pop(group.key)[1].set_result(group)
 
     def supersede(self, request: Request, indices: set[int], attempt: int) -> int:
         """Ends waiting requests that a new attempt replaces: those of earlier attempts for the same
         request and children. Returns their number."""
-        tickets = self._reservations.earlier(request, indices, attempt)
+        tickets = [
+            ticket
+            for ticket, (prompt, _) in self._waiting.items()
+            if prompt.request.identity == request.identity
+            and prompt.attempt < attempt
+            and indices & {child.index for child in prompt.children}
+        ]
         for ticket in tickets:
-            self._reservations.withdraw(ticket)
-            error = HandoffError(f"the attempt was superseded by attempt {attempt}")
-            self._tickets.pop(ticket).set_exception(error)
+            self._end(ticket, HandoffError(f"the attempt was superseded by attempt {attempt}"))
         return len(tickets)
 
     def end_all(self, error: UnavailableError) -> None:
-        for ticket, granted in list(self._tickets.items()):
-            self._reservations.withdraw(ticket)
-            if not granted.done():
-                granted.set_exception(UnavailableError(error.message))
-        self._tickets.clear()
+        for ticket in list(self._waiting):
+            self._end(ticket, UnavailableError(error.message))
+
+    def _end(self, ticket: int, error: JdisaggError) -> None:
+        self._reservations.withdraw(ticket)
+        _, granted = self._waiting.pop(ticket)
+        if not granted.done():
+            granted.set_exception(error)
 
     def _give_up(self, ticket: int) -> None:
         self._reservations.withdraw(ticket)
-        self._tickets.pop(ticket, None)
+        self._waiting.pop(ticket, None)
         self._drop(ticket)
-
-
-def _children(call: ReserveCall) -> tuple[tuple[int, tuple[int, ...]], ...]:
-    return tuple([(child.index, child.accepted) for child in call.children])
 
 
 def overdue_error(group: SequenceGroup) -> JdisaggError:

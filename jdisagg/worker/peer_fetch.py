@@ -90,7 +90,7 @@ class PeerFetch(KvSource):
     async def bring(self, restore: Restore) -> str:
         size, handoff = self._kept.block_tokens, None
         whole = len(restore.plan.chain) * size
-        if restore.plan.snapshot and (restore.place is None or restore.place(whole) is None):
+        if restore.plan.snapshot and restore.place(self._kept, whole) is None:
             return "room"
         try:
             handoff = await self._begin_hand_off(restore)
@@ -138,7 +138,7 @@ class PeerFetch(KvSource):
         if reply.blocks < 1 and not reply.snapshot:
             return None
         start, mesh = restore.first * size, self._mesh
-        place = restore.place(start + reply.blocks * size) if restore.place is not None else None
+        place = restore.place(self._kept, start + reply.blocks * size)
 
         def pages(tokens: int) -> tuple[int, ...]:
             return restore.pages[: pages_for(tokens, mesh.page_size)]

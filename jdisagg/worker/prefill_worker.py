@@ -9,7 +9,9 @@ Blocks are cached when the chunk that computes them is issued, because commands 
 
 import asyncio
 import bisect
+import functools
 from collections import Counter, deque
+from dataclasses import dataclass
 
 import msgspec
 
@@ -21,61 +23,77 @@ from jdisagg.errors import (
     HandoffError,
     InvalidRequestError,
     JdisaggError,
-    OverloadedError,
     UnavailableError,
 )
-from jdisagg.messages.ports import (
-    FetchCall,
-    FetchReply,
-    FirstToken,
-    Offer,
-    PrefillCall,
-    PrefillReply,
-)
+from jdisagg.messages.ports import FirstToken, HandoffEnd, Offer, PrefillCall, PrefillReply
 from jdisagg.messages.step_commands import (
     BROKEN_TOKEN,
     STUCK_TOKEN,
-    ExtractBlock,
-    ExtractResult,
     PrefillChunk,
     PrefillResult,
+    PrefillRow,
     SampledToken,
+    SampleSpec,
     StepCommand,
     StepResult,
 )
 from jdisagg.messages.worker_status import PriorityLoad, WorkerRole, WorkerStatus
-from jdisagg.request import Request
-from jdisagg.scheduler.backlog import Backlog
+from jdisagg.request import CachedTokens, Request
 from jdisagg.scheduler.executor import Executor
-from jdisagg.scheduler.host_blocks import MOST_WRITING
-from jdisagg.scheduler.page_ledger import PageLedger, pages_for
-from jdisagg.scheduler.prefill_admission import (
-    Admission,
-    AdmissionSnapshot,
-    QueuedPrompt,
-    RankLoad,
-    admit,
-)
-from jdisagg.scheduler.prefill_batches import PrefillBatches
-from jdisagg.scheduler.priorities import head_start
-from jdisagg.scheduler.prompt_room import PromptRoom
-from jdisagg.scheduler.residency import Chain, Residency
-from jdisagg.scheduler.shared_prompts import ChunkTimes, SharedPrompts, waiting_pays
-from jdisagg.scheduler.state_slots import snapshots_of
-from jdisagg.worker.given_kv import GivenKv
+from jdisagg.scheduler.page_ledger import pages_for
+from jdisagg.scheduler.prefill_admission import Admission, AdmissionSnapshot, RankLoad, admit
+from jdisagg.scheduler.prompt import Prompt
+from jdisagg.scheduler.residency import Chain
+from jdisagg.scheduler.sequences import sample_spec
 from jdisagg.worker.kv_sources import RestoredBlocks, RestoreQuery
 from jdisagg.worker.mesh_worker import MeshWorker, WorkerContext
-from jdisagg.worker.outgoing_kv import (
-    OutgoingHandoff,
-    extraction,
-    offer_weight,
-    offers_of_pages,
-    snapshot_offers,
-)
+from jdisagg.worker.outgoing_kv import OutgoingHandoff, offers_of_pages, snapshot_offers
 from jdisagg.worker.peers import PeerResolver
-from jdisagg.worker.prefill_task import PrefillTask, offers_of_row
+from jdisagg.worker.prompts import check_queue
 
 CHUNKS_OFFERED = 4
+
+
+@dataclass(slots=True, eq=False)
+class PrefillTask:
+    """One prompt at a prefill worker.
+
+    Attributes:
+        extracting: Number of cached blocks that are being extracted.
+    """
+
+    prompt: Prompt
+    call: PrefillCall
+    handoff: OutgoingHandoff
+    restored: RestoredBlocks
+    queued_at: float
+    reply: "asyncio.Future[PrefillReply]"
+    started_at: float | None = None
+    restoring: "asyncio.Task[None] | None" = None
+    extracting: int = 0
+    firsts: tuple[FirstToken, ...] | None = None
+
+    @property
+    def cached(self) -> CachedTokens:
+        """Number of the request's prompt tokens that were cached, by origin. Tokens that an earlier
+        attempt generated are left out."""
+        known = min(self.prompt.cached_tokens, len(self.call.request.prompt_token_ids))
+        return self.restored.split(self.prompt.rank, known)
+
+    @property
+    def samples(self) -> tuple[SampleSpec, ...]:
+        request, children = self.call.request, self.call.children
+        return tuple([sample_spec(request, one.index, one.accepted) for one in children])
+
+    def end(self, offers: int) -> HandoffEnd:
+        assert self.firsts is not None
+        scores = self.prompt.all_scores
+        return HandoffEnd(offers, self.prompt.tokens, self.firsts, prompt_logprobs=scores)
+
+    def fail(self, error: JdisaggError) -> None:
+        if not self.reply.done():
+            self.reply.set_exception(error)
+            self.reply.exception()
 
 
 class PrefillWorker(MeshWorker):
@@ -90,27 +108,11 @@ class PrefillWorker(MeshWorker):
         peers: PeerResolver | None = None,
     ) -> None:
         mesh = executor.limits
-        depth = mesh.stages + 1  # one chunk per stage, and one in the queue
-        super().__init__(context, executor, config, limits, limits.handoff_lease_seconds, depth)
-        self._ledgers = [PageLedger(mesh.pages_per_rank) for _ in range(mesh.ranks)]
-        self._room = PromptRoom(mesh)
-        snapshots = snapshots_of(mesh, self._room.windows)
-        self._residency = Residency(self._ledgers, mesh.page_size, context.names, snapshots)
-        self._sources = self._find_sources(self._residency, peers, context.tiers, MOST_WRITING)
-        self._given = GivenKv(
-            self._sources, self._outgoing, self._loop, mesh, context, self.counters, decodes=False
-        )
-        kept = self._residency
-        self._batches = PrefillBatches(mesh, context.ids, kept.cut_tokens, kept.begin_snapshot)
-        self._extracts: deque[tuple[PrefillTask, Offer]] = deque()
-        self._extracting: dict[int, PrefillTask] = {}  # by offer
-        self._backlog = Backlog()
-        self._shared = SharedPrompts()
-        self._chunk_times = ChunkTimes(mesh.chunk_buckets[-1])
+        super().__init__(WorkerRole.PREFILL, context, executor, config, limits, peers)
+        self._room = self._state.room
+        self._unsent: deque[PrefillTask] = deque()  # whose last chunk is issued
         self._tasks: dict[int, PrefillTask] = {}
-        self._waiting: list[QueuedPrompt] = []  # by arrival
-        self._computing: dict[int, PrefillTask] = {}  # prompts with pages
-        self._last_key = 0
+        self._waiting: list[Prompt] = []  # by arrival
         # the offers of chunks in the pipeline are published already
         chunks = CHUNKS_OFFERED + mesh.stages - 1
         self._most_offered = chunks * mesh.ranks * mesh.chunk_buckets[-1] * mesh.layer_groups
@@ -118,64 +120,44 @@ class PrefillWorker(MeshWorker):
     # ---- the loop
 
     def _plan(self, step: int) -> StepCommand | None:
-        if self._extracts:
-            return self._extract(step, *self._extracts.popleft())
-        if not self._waiting and not self._batches:
+        while self._unsent:
+            self._send_cached(self._unsent.popleft())
+        if not self._waiting and not self._prompts:
             return None
         admission = admit(self._snapshot())
         self._carry_out(admission)
         if admission.full:
             return None
         held = self._going_to(admission.stalled) if admission.stalled else ()
-        chunk = self._batches.next_chunk(step, held, self._loop.in_flight(PrefillChunk))
+        chunk = self._prompts.next_chunk(step, held, self._loop.in_flight(PrefillChunk))
         return self._announce(chunk) if chunk is not None else None
 
     def _apply(self, command: StepCommand, result: StepResult) -> None:
-        if isinstance(command, ExtractBlock):
-            assert isinstance(result, ExtractResult)
-            task = self._extracting.pop(command.offer_id, None)
-            if task is not None:
-                if command.checksum_key:
-                    task.handoff.announce_checksums((result.checksum,))
-                task.extracting.discard(command.offer_id)
-                self._end_if_done(task)
-            return
         assert isinstance(command, PrefillChunk) and isinstance(result, PrefillResult)
-        now = self._clock.now()
-        self._chunk_times.computed(command.chunk_tokens, now)
-        self._chunk_times.command_ended(now)
         sums = {entry.offer_id: entry for entry in result.checksums}
-        for key, of_part in result.prompts:
-            if (task := self._computing.get(key)) is not None:
-                task.prompt_logprobs.append(of_part)
         for row in command.rows:
-            task = self._computing.get(row.sequence)
-            if task is None:
-                continue
-            self._backlog.computed(row.sequence, len(row.tokens))
-            task.handoff.announce_checksums(
-                [sums[offer.offer_id] for offer in row.offers if offer.offer_id in sums]
-            )
-            if row.samples:
-                self._finish(
-                    task, [sample for sample in result.samples if sample.sequence == row.sequence]
-                )
+            if (task := self._tasks.get(row.sequence)) is not None:
+                offers = [one.offer_id for one in row.offers]
+                task.handoff.announce_checksums([sums[one] for one in offers if one in sums])
+        self._apply_chunk(command, result)
 
     def _snapshot(self) -> AdmissionSnapshot:
         return AdmissionSnapshot(
             waiting=tuple(self._waiting),
-            unbegun=tuple(
-                [(one.prompt, one.rank) for one in self._computing.values() if not one.begun]
-            ),
+            unbegun=tuple([prompt for prompt in self._computing() if not prompt.begun]),
             ranks=tuple([self._load(rank) for rank in range(self._mesh.ranks)]),
             offered_tokens=self._outgoing.offered_tokens(),
             most_offered_tokens=self._most_offered,
         )
 
+    def _computing(self) -> list[Prompt]:
+        """Returns the prompts that have pages."""
+        return [task.prompt for task in self._tasks.values() if task.prompt.rank >= 0]
+
     def _load(self, rank: int) -> RankLoad:
         return RankLoad(
-            self._ledgers[rank].free_pages,
-            self._batches.queued_tokens(rank),
+            self._state.ledgers[rank].free_pages,
+            self._prompts.queued_tokens(rank),
             self._room.available(rank),
         )
 
@@ -187,90 +169,72 @@ class PrefillWorker(MeshWorker):
             self._queue(self._tasks[key].prompt)
         for task in list(self._tasks.values()) if admission.stalled else ():
             if task.call.destination in admission.stalled:
-                self._seek_again(self._shared.stall(task.prompt.key))
+                self._prompts.stall(task.prompt.key)
         for place, (key, rank) in enumerate(admission.placed):
-            task, most = self._tasks[key], self._tasks[key].most_known
-            cached = self._residency.cached_tokens(rank, task.chain, most, to_compute=True)
-            if self._room.available(rank) < task.prompt.states:
+            task, kept = self._tasks[key], self._kept
+            prompt = task.prompt
+            cached = kept.cached_tokens(rank, prompt.chain, prompt.most_known, to_compute=True)
+            if self._room.available(rank) < prompt.needs_states:
                 break  # the withdrawn prompts held fewer pages of windows than they might need
-            pages = self._residency.reserve(rank, key, task.chain, cached, task.prompt.pages)
-            if pages is None:
+            if kept.reserve(rank, key, prompt.chain, cached, prompt.needs_pages) is None:
                 break  # the withdrawn prompts shared pages, so fewer became free than they held
-            self._waiting.remove(task.prompt)
-            task.rank, task.cached_tokens, task.epoch = rank, cached, self._residency.epoch
-            self._count_reuse(task.prompt.tokens, task.restored.split(rank, cached))
-            if cached:
-                self._sources.used(rank, task.chain[: cached // self._residency.block_tokens])
-            self._backlog.add(key, task.prompt.tokens, cached, task.prompt.priority)
-            self._computing[key] = task
-            self._shared.started(key)
-            self._start(task, pages, admission.placed[place + 1 :])
+            self._waiting.remove(prompt)
+            self._count_reuse(prompt, rank, cached, task.restored)
+            self._start(task, rank, cached, admission.placed[place + 1 :])
 
     def _start(
-        self, task: PrefillTask, pages: tuple[int, ...], later: tuple[tuple[int, int], ...]
+        self, task: PrefillTask, rank: int, cached: int, later: tuple[tuple[int, int], ...]
     ) -> None:
-        kept, room, chain, tokens = self._residency, self._room, task.chain, task.prompt.tokens
-        rank, key, cached, slot = task.rank, task.prompt.key, task.cached_tokens, 0
-        wanted = windows = tuple[int, ...]()
+        kept, room, prompt = self._kept, self._room, task.prompt
+        key, chain, tokens = prompt.key, prompt.chain, prompt.tokens
+        windows = tuple[int, ...]()
         if room.windows:
-            promised = sum([self._tasks[one].prompt.states for one, on in later if on == rank])
-            windows = room.begin_windows(kept, rank, key, chain, tokens, cached, promised)
-            if room.windows[rank].repeats(key):
-                self._seek_again(self._shared.stall(key))  # few of its blocks can be reused
+            promised = [self._tasks[one].prompt.needs_states for one, on in later if on == rank]
+            windows = room.begin_windows(kept, rank, key, chain, tokens, cached, sum(promised))
         else:
             room.states.take(rank, key)
-            slot = room.states.slot(rank, key)
-            if cached:
-                self._continue_from(kept, rank, chain, cached, slot)
-            wanted = kept.wanted_snapshots(rank, chain, tokens, cached)
-        adapter = self._adapters.table.slot_of(task.call.request)
-        self._batches.add(task.job(pages, slot, wanted, adapter, windows))
+            self._continue_from(rank, chain, cached, room.states.slot(rank, key))
+        self._prompts.add(key, rank, task.samples, cached, kept.epoch, windows)
+        if room.windows and room.windows[rank].repeats(key):
+            self._prompts.stall(key)  # few of its blocks can be reused
 
     def _going_to(self, destinations: frozenset[str]) -> set[int]:
-        return {
-            key for key, task in self._computing.items() if task.call.destination in destinations
-        }
+        return {key for key, task in self._tasks.items() if task.call.destination in destinations}
 
     def _announce(self, chunk: PrefillChunk) -> PrefillChunk:
-        self._chunk_times.issued(self._clock.now())
         for row in chunk.rows:
-            task = self._computing[row.sequence]
+            task = self._tasks[row.sequence]
             if task.started_at is None:
                 task.started_at = self._clock.now()
-            task.handoff.announce(offers_of_row(row))
+            task.handoff.announce(_offers_of_row(row))
             if row.samples:
-                self._extracts.extend([(task, offer) for offer in self._to_extract(task)])
-            self._cache_issued(task, row.start + len(row.tokens))
+                task.extracting = 1  # until it is known how many
+                self._unsent.append(task)
         key = self._hello.checksum_key
         return msgspec.structs.replace(chunk, checksum_key=key) if key else chunk
 
-    def _cache_issued(self, task: PrefillTask, tokens: int) -> None:
-        kept = self._residency
-        if task.chain:
-            chain = task.chain[: tokens // kept.block_tokens]
-            if task.epoch == kept.epoch and (self._room.windows or not kept.snapshots):
-                kept.keep(task.rank, task.prompt.key, chain)
-                if kept.snapshots:
-                    kept.settle_snapshots(task.rank, task.prompt.key, chain)
-            self._seek_again(self._shared.reached(task.prompt.key, len(chain)))
+    def _send_cached(self, task: PrefillTask) -> None:
+        start, prompt, ids = task.call.from_token, task.prompt, self._context.ids
+        if task.handoff.over:
+            return
+        offers = list(offers_of_pages(self._mesh, prompt.rank, start, prompt.cached_tokens, ids))
+        offers += snapshot_offers(self._mesh, prompt.rank, prompt.tokens, ids)
+        task.extracting += len(offers) - 1
+        for offer in offers:
+            pages = self._room.place(offer.kind, prompt.rank, prompt.key, prompt.pages)
+            extracting = self._outgoing.extract(task.handoff, offer, pages)
+            extracting.add_done_callback(functools.partial(self._extracted, task))
+        self._end_if_done(task)
 
-    def _to_extract(self, task: PrefillTask) -> list[Offer]:
-        start, end = task.call.from_token, task.cached_tokens
-        offers = list(offers_of_pages(self._mesh, task.rank, start, end, self._context.ids))
-        offers += snapshot_offers(self._mesh, task.rank, task.prompt.tokens, self._context.ids)
-        task.extracting.update([offer.offer_id for offer in offers])
-        return offers
-
-    def _extract(self, step: int, task: PrefillTask, offer: Offer) -> ExtractBlock:
-        key = task.prompt.key
-        task.handoff.announce((offer,), offer_weight(self._mesh, offer))
-        self._extracting[offer.offer_id] = task
-        pages = self._ledgers[offer.rank].pages(key)
-        pages = self._room.place(offer.kind, offer.rank, key, pages)
-        return extraction(step, offer, pages, self._mesh.page_size, self._hello.checksum_key)
+    def _extracted(self, task: PrefillTask, extracting: "asyncio.Future[StepResult]") -> None:
+        error = None if extracting.cancelled() else extracting.exception()
+        if error is not None:
+            self._loop.break_down(error)
+        task.extracting -= 1
+        self._end_if_done(task)
 
     def _look(self) -> None:
-        if self._waiting or self._extracts or self._batches:
+        if self._waiting or self._unsent or self._prompts:
             self._loop.wake()
 
     # ---- prompts
@@ -282,9 +246,7 @@ class PrefillWorker(MeshWorker):
             task = self._new_task(call, self._clock.now())
             self._tasks[task.prompt.key] = task
         self._outgoing.open(task.handoff)
-        self._shared.begin(task.prompt.key, task.prompt.order, task.chain)
-        self._seek(task)
-        self._look()
+        self._released(task.prompt)
         try:
             return await within(task.reply, call.deadline_seconds)
         except TimeoutError:
@@ -328,163 +290,117 @@ class PrefillWorker(MeshWorker):
                 f"n={len(call.children)} exceeds the {mesh.samples_per_chunk} samples of one"
                 " prefill; ask for fewer"
             )
-        priority, limit = call.request.priority, self._config.queue_limit
-        before = sum([one.priority >= priority for one in self._waiting])
-        if before >= limit or len(self._waiting) >= 2 * limit:
-            raise OverloadedError(
-                f"worker {self.name!r}: {len(self._waiting)} prompts wait, the queue's limit; try"
-                " again later",
-                retry_after_seconds=1.0,
-            )
+        check_queue(self.name, self._waiting, call.request.priority, self._config.queue_limit)
 
     def _new_task(self, call: PrefillCall, now: float) -> PrefillTask:
-        self._last_key += 1
-        kept, known = self._residency, call.request.prompt_token_ids + call.children[0].accepted
-        chain, tokens = kept.chain(call.request, known), len(known)
-        prompt = QueuedPrompt(
-            key=self._last_key,
-            arrival=now - call.age_seconds - head_start(call.request.priority),
+        prompt = Prompt(
+            self._state.new_key(),
+            call.request,
+            call.children,
+            now - call.age_seconds,
+            call.attempt,
             destination=call.destination,
-            tokens=tokens,
-            pages=pages_for(tokens, self._mesh.page_size),
-            states=self._room.needed(tokens),
-            priority=call.request.priority,
+            offers_from=call.from_token,
         )
-        restored = RestoredBlocks(kept.block_tokens)
-        task = PrefillTask(prompt, call, chain, restored, now + call.deadline_seconds, now)
-        if chain:
-            task.useful = chain[: kept.usable_tokens(task.most_known, True) // kept.block_tokens]
-        self._look_up(task)
-        return task
-
-    def _look_up(self, task: PrefillTask) -> None:
-        kept = self._residency
-        if task.useful:
-            ranks = range(self._mesh.ranks)
-            task.known = tuple([kept.match(rank, task.useful) for rank in ranks])
-            most = len(task.useful) * kept.block_tokens
-            cached = [kept.cached_tokens(rank, task.useful, most, True) for rank in ranks]
-            task.prompt = msgspec.structs.replace(task.prompt, cached_tokens=tuple(cached))
+        prompt.needs_pages = pages_for(prompt.tokens, self._mesh.page_size)
+        prompt.needs_states = self._room.needed(prompt.tokens)
+        until = now + call.deadline_seconds
+        return PrefillTask(
+            self._prompts.begin(prompt),
+            call,
+            OutgoingHandoff(call.handoff_id, call.attempt, prompt.key, until, call.destination),
+            RestoredBlocks(self._kept.block_tokens),
+            now,
+            asyncio.get_running_loop().create_future(),
+        )
 
     def _query(self, task: PrefillTask) -> RestoreQuery:
-        ahead = self._backlog.tokens - (task.prompt.tokens - task.prompt.known_tokens)
-        hinted = min(task.call.peer_tokens, task.most_known)
-        return RestoreQuery(task.useful, task.known, max(0, ahead), task.call.peer, hinted)
-
-    def _seek(self, task: PrefillTask) -> None:
         prompt = task.prompt
-        if self._follow(task):
+        ahead = max(0, self._prompts.backlog.tokens - prompt.tokens + prompt.known_tokens)
+        hinted = min(task.call.peer_tokens, prompt.most_known)
+        return RestoreQuery(prompt.useful, prompt.known, ahead, task.call.peer, hinted)
+
+    def _released(self, prompt: Prompt) -> None:
+        task, follows = self._tasks[prompt.key], self._prompts.follows(prompt)
+        self._count_backlog(prompt, follows or prompt.known_tokens)
+        if follows:
             return
-        self._backlog.add(prompt.key, prompt.tokens, prompt.known_tokens, prompt.priority)
         plan = self._sources.best(self._query(task))
         if plan is not None:
             task.restoring = self._sources.begin(plan, task.restored, lambda: self._restored(task))
         else:
-            self._queue(prompt)
+            self._queue(task.prompt)
+        self._look()
 
-    def _follow(self, task: PrefillTask) -> bool:
-        prompt, size = task.prompt, self._residency.block_tokens
-        leader = self._shared.leader(prompt.key, task.useful, max(task.known, default=0))
-        if leader is None or (self._residency.snapshots and not self._room.windows):
-            return False  # a hit needs a snapshot, which is cached when the prompt ends
-        first = self._tasks[leader.key]
-        reuse = self._residency.usable_tokens(leader.blocks * size, to_compute=True)
-        common = reuse - prompt.known_tokens
-        rank = first.rank if leader.key in self._computing else None
-        others = [one for one in self._waiting if one.key != leader.key]
-        before = sum([one.tokens - one.known_tokens for one in others]) // self._mesh.ranks
-        queued = [self._batches.queued_tokens(one) + before for one in range(self._mesh.ranks)]
-        ahead = first.prompt.tokens - first.prompt.known_tokens
-        left = prompt.tokens - prompt.known_tokens
-        if common < 1 or not waiting_pays(self._chunk_times, queued, rank, ahead, left, common):
-            return False
-        self._shared.follow(prompt.key, leader)
-        self._backlog.add(prompt.key, prompt.tokens, reuse, prompt.priority)
-        self.counters.add("prefix_waits")
-        return True
-
-    def _seek_again(self, keys: tuple[int, ...], ended: bool = False) -> None:
-        for key in keys:
-            task = self._tasks[key]
-            self._look_up(task)
-            self._seek(task)
-            if ended and not self._shared.waits(key):
-                self.counters.add("prefix_waits_taken_over")
-        if keys:
-            self._look()
+    def _count_backlog(self, prompt: Prompt, known_tokens: int) -> None:
+        self._prompts.backlog.add(prompt.key, prompt.tokens, known_tokens, prompt.priority)
 
     def _restored(self, task: PrefillTask) -> None:
         if self._tasks.get(task.prompt.key) is task:
-            self._look_up(task)
-            prompt = task.prompt
-            self._backlog.add(prompt.key, prompt.tokens, prompt.known_tokens, prompt.priority)
-            self._queue(prompt)
-            known = max(task.known, default=0)
-            self._seek_again(self._shared.reached(task.prompt.key, known))
+            self._prompts.look_up(task.prompt)
+            self._count_backlog(task.prompt, task.prompt.known_tokens)
+            self._queue(task.prompt)
+            self._prompts.reached(task.prompt)
             self._look()
 
-    def _queue(self, prompt: QueuedPrompt) -> None:
-        bisect.insort(self._waiting, prompt, key=_order)
+    def _queue(self, prompt: Prompt) -> None:
+        bisect.insort(self._waiting, prompt, key=lambda waiting: waiting.order)
 
-    def _finish(self, task: PrefillTask, firsts: list[SampledToken]) -> None:
+    def _prefilled(self, key: int, firsts: list[SampledToken]) -> None:
+        if (task := self._tasks.get(key)) is None:
+            return
         now, started = self._clock.now(), task.started_at
         assert started is not None, "its rows were planned"
         unchosen = [one.token for one in firsts if one.token in (BROKEN_TOKEN, STUCK_TOKEN)]
         if unchosen:
             error = self._unchosen(task.call.request, unchosen[0])
             if isinstance(error, BrokenModelError):
-                # the cached blocks that it started from may be the cause
-                self._forget_kept(task.rank, "broken")
-                self._sources.erase_later()
+                self._forget_broken(task.prompt.rank)
             self._outgoing.end(task.handoff, error)
             return
-        self._sources.computed_in(task.prompt.tokens - task.cached_tokens, now - started)
-        tokens = tuple(FirstToken(sample.child, sample.token, sample.logprobs) for sample in firsts)
-        task.firsts = tokens
+        task.firsts = tuple([FirstToken(one.child, one.token, one.logprobs) for one in firsts])
         if not task.reply.done():
             task.reply.set_result(
                 PrefillReply(
-                    tokens, started - task.queued_at, now - started, task.cached, task.scores
+                    task.firsts,
+                    started - task.queued_at,
+                    now - started,
+                    task.cached,
+                    task.prompt.all_scores,
                 )
             )
         self._end_if_done(task)
 
     def _end_if_done(self, task: PrefillTask) -> None:
-        if task.firsts is not None and not task.extracting:
-            fresh = task.epoch == self._residency.epoch
-            self._stop_computing(task, task.chain if fresh else ())
+        if task.firsts is not None and not task.extracting and not task.handoff.over:
+            fresh = task.prompt.epoch == self._kept.epoch
+            self._stop_computing(task, task.prompt.chain if fresh else ())
+            self._prompts.forget(task.prompt.key)
             self._outgoing.finish(task.handoff, task.end)
 
     def _stop_computing(self, task: PrefillTask, chain: Chain = ()) -> None:
-        key = task.prompt.key
-        if self._computing.pop(key, None) is not None:
-            self._batches.remove(key)
-            self._residency.let_go(task.rank, key, chain)
-            self._room.free(task.rank, key)
+        key, rank = task.prompt.key, task.prompt.rank
+        if rank >= 0:
+            self._prompts.withdraw(key)
+            self._kept.let_go(rank, key, chain)
+            self._room.free(rank, key)
             self._look()
 
     # ---- the worker
-
-    @property
-    def _kept(self) -> Residency:
-        return self._residency
 
     def _sent(self, handoff: OutgoingHandoff, error: JdisaggError | None) -> None:
         if self._given.ended(handoff.sequence):
             self._quiet.set()
             return
         task = self._tasks.pop(handoff.sequence)
-        waited = self._shared.end(handoff.sequence)
         if task.restoring is not None:
             task.restoring.cancel()
         if task.prompt in self._waiting:
             self._waiting.remove(task.prompt)
-        self._backlog.forget(handoff.sequence)
-        self._forget_extracts(task)
         self._stop_computing(task)
         if error is not None:
             task.fail(error)
-        self._seek_again(waited, ended=True)
+        self._prompts.forget(handoff.sequence)
         self._adapters.poke()
         self._look()  # the freed pages may admit other prompts
         self._quiet.set()
@@ -492,28 +408,9 @@ class PrefillWorker(MeshWorker):
     def _requests_running(self) -> list[Request]:
         return [task.call.request for task in self._tasks.values()]
 
-    def _forget_extracts(self, task: PrefillTask) -> None:
-        for offer_id in task.extracting:
-            self._extracting.pop(offer_id, None)
-        if task.extracting:
-            self._extracts = deque([one for one in self._extracts if one[0] is not task])
-            task.extracting.clear()
-
     async def acknowledge(self, handoff_id: int, offer_ids: tuple[int, ...]) -> None:
         await super().acknowledge(handoff_id, offer_ids)
-        self._given.moved()
         self._look()
-
-    async def fetch(self, call: FetchCall) -> FetchReply:
-        return await self._given.give(call)
-
-    def _forget_kept(self, rank: int | None, cause: str) -> int:
-        self._given.close_for(self._limits.timeouts.request.status_seconds)
-        return super()._forget_kept(rank, cause)
-
-    async def stop(self) -> None:
-        self._given.stop()
-        await super().stop()
 
     def _busy(self) -> bool:
         return len(self._outgoing) > 0
@@ -527,35 +424,22 @@ class PrefillWorker(MeshWorker):
     def _end_everything(self, error: UnavailableError) -> None:
         self._outgoing.end_all(error)
 
-    def _status(self) -> WorkerStatus:
-        return WorkerStatus(
-            name=self.name,
-            role=WorkerRole.PREFILL,
-            layout=self._layout,
-            free_pages=tuple([ledger.free_pages for ledger in self._ledgers]),
-            total_pages=tuple([ledger.total_pages for ledger in self._ledgers]),
-            running=len(self._computing),
+    def _status(self, common: WorkerStatus) -> WorkerStatus:
+        return msgspec.structs.replace(
+            common,
+            running=len(self._computing()),
             waiting=len(self._waiting),
             slots=self._mesh.ranks * self._mesh.rows_per_chunk,
-            page_size=self._mesh.page_size,
-            context_tokens=self._mesh.context_tokens,
-            draining=self._draining,
             handoffs=len(self._outgoing),
-            queued_tokens=self._backlog.tokens,
-            queued_pairs=self._backlog.pairs,
             can_prefill=True,
             chunk_tokens=self._mesh.chunk_buckets[-1],
-            free_states=self._room.states.free_by_rank(),
-            total_states=self._room.states.total_by_rank(),
             kept=self._kept_tiers(),
             priorities=self._loads(),
         )
 
     def _loads(self) -> tuple[PriorityLoad, ...]:
-        if not self._waiting and not self._backlog.tokens:
-            return ()
         waiting = Counter([one.priority for one in self._waiting])
-        queued = self._backlog.by_priority()
+        queued = self._prompts.backlog.by_priority()
         return tuple(
             [
                 PriorityLoad(one, waiting=waiting[one], queued_tokens=queued.get(one, 0))
@@ -564,5 +448,16 @@ class PrefillWorker(MeshWorker):
         )
 
 
-def _order(prompt: QueuedPrompt) -> tuple[float, int]:
-    return prompt.order
+def _offers_of_row(row: PrefillRow) -> list[Offer]:
+    return [
+        Offer(
+            offer_id=spec.offer_id,
+            group=spec.group,
+            groups=spec.groups,
+            start=row.start + spec.offset - row.offset,
+            valid_tokens=min(spec.block_tokens, len(row.tokens) - spec.offset + row.offset),
+            block_tokens=spec.block_tokens,
+            rank=row.rank,
+        )
+        for spec in row.offers
+    ]

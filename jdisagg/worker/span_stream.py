@@ -32,7 +32,7 @@ class SpanStream:
         self.begun = asyncio.Event()
         self.kv_bytes_moved = 0
         self.exposed_seconds = 0.0
-        self.prompt_logprobs: list[PromptLogprobs] = []
+        self.prompt_logprobs: PromptLogprobs | None = None
         self._open = {child.child for child in group.children}
         self._spans: Mailbox[Span | JdisaggError | None] = Mailbox()
 
@@ -40,7 +40,7 @@ class SpanStream:
         if progress.child not in self._open:
             return
         end = _end_of(progress)
-        if progress.token_ids or end or progress.aside:
+        if progress.token_ids or end:
             span = Span(
                 child=progress.child,
                 first_index=progress.first_index,
@@ -49,14 +49,12 @@ class SpanStream:
                 end=end,
                 kv_bytes_moved=self.kv_bytes_moved,
                 exposed_transfer_seconds=self.exposed_seconds,
-                prompt_logprobs=(
-                    PromptLogprobs.joined(self.prompt_logprobs) if self.prompt_logprobs else None
-                ),
-                aside=progress.aside,
+                prompt_logprobs=self.prompt_logprobs,
+                yielded=progress.yielded,
                 weights=self.weights,
             )
             self._spans.put_nowait(span)
-            self.prompt_logprobs = []
+            self.prompt_logprobs = None
             self.kv_bytes_moved, self.exposed_seconds = 0, 0.0
         if end or progress.finish:
             self._open.discard(progress.child)

@@ -54,6 +54,9 @@ class ServedWeights:
     folder: str = ""
     start_folder: str = ""
 
+    def become(self, identity: str, folder: str) -> None:
+        self.identity, self.folder = identity, folder
+
 
 @dataclass(frozen=True, slots=True)
 class _Staged:
@@ -133,7 +136,7 @@ class WeightsUpdates:
                     )
                 self._loop.check()
                 self._put(staged.number)
-                self.served.identity, self.served.folder = staged.identity, staged.folder
+                self.served.become(staged.identity, staged.folder)
                 self._worker.forget_weights(call.keep, staged.identity)
                 self._counters.add("weights_updates")
         return await self._worker.status()

@@ -2,9 +2,9 @@
 
 import pytest
 
-from jdisagg.dispatch.options import MAX_ALLOWED_TOKENS, SamplingOptions, restricted
+from jdisagg.dispatch.options import restricted
 from jdisagg.errors import InvalidRequestError
-from jdisagg.request import Grammar, GrammarKind
+from jdisagg.request import MAX_ALLOWED_TOKENS, Grammar, GrammarKind, SamplingOptions
 from tests.grammar.matching import EOS, allowed, begin, ids_of, text, walk
 
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from jdisagg.config import EngineConfig, Mode
-from jdisagg.worker.own_prefills import OwnPrefills
+from jdisagg.worker.prompts import Prompts
 from tests.end_to_end.clusters import (
     PROMPT,
     TOKENS,
@@ -199,14 +199,14 @@ async def test_prompts_that_wait_for_prompts_of_other_ranks_give_the_same_tokens
     sizes = config(
         Mode.CHUNKED, decode="dp=2,tp=2", directory=directory, context=128, slots=2, chunk=32
     )
-    gathering, waited = OwnPrefills.gathering.fget, list[bool]()
+    gathering, waited = Prompts.gathering.fget, list[bool]()
     assert gathering is not None
 
-    def recorded(own: OwnPrefills) -> bool:
-        waited.append(gathering(own))
+    def recorded(prompts: Prompts) -> bool:
+        waited.append(gathering(prompts))
         return waited[-1]
 
-    monkeypatch.setattr(OwnPrefills, "gathering", property(recorded))
+    monkeypatch.setattr(Prompts, "gathering", property(recorded))
     gathers = replace(sizes.decode, gather_steps=3)
     async with running(replace(sizes, decode=gathers)) as run:
         await check_continuations(run, directory, (24, 51, 40, 33, 45))

@@ -1,7 +1,6 @@
 """Rule 1 over everything else: any mix of requests in a batch, mode, preemption, swapping and steps
 per dispatch give the streams of each request alone."""
 
-import asyncio
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -14,6 +13,8 @@ from tests.end_to_end.mixed_requests import SENTENCE, mixed_requests, reference,
 from tests.fakes.cluster import Collected
 from tests.lanes import first_ci
 from tests.shapes import FEW_PAGES, config
+
+HITS = ("prefix_hit_tokens", (("tier", "pages"),))
 
 
 async def all_at_once(engine: object) -> tuple[list[object], Running]:
@@ -95,15 +96,13 @@ async def outgrow_their_pages(
     ids=("two meshes", "one mesh", "stages"),
 )
 async def test_preemption_changes_no_stream(engine: EngineConfig, host_gib: float) -> None:
-    """With host memory, preempted sequences are swapped out and restored; else recomputed."""
-    engine = replace(engine, prefix=PrefixConfig(host_gib=host_gib, restores="always"))
-    async with running(engine) as run:
-        counters, swaps = run.cluster._workers[-1].counters, host_gib > 0
-        enough = lambda: not swaps or counters["spills_restored"] > 0  # noqa: E731
+    """With a cache, preempted sequences find their blocks in pages and host memory."""
+    prefix = PrefixConfig(host_gib > 0, 16, host_gib=host_gib, restores="always")
+    async with running(replace(engine, prefix=prefix)) as run:
+        counters = run.cluster._workers[-1].counters
+        enough = lambda: not host_gib or counters["host_blocks_restored"] > 0  # noqa: E731
         done, preemptions = await outgrow_their_pages(run, enough)
-        assert counters["spills_missed"] == 0
-        assert 0 < counters["sequences_spilled"] <= preemptions if swaps else True
-        assert not swaps or len(run.cluster.decode.executor.host) == 0
+        assert counters["host_blocks_broken"] == 0
     noticed = sum(one.timings.preemptions for one in done if one.timings)
     assert 0 < noticed <= preemptions  # a child may be preempted just when its stop string ends it
     assert streams(done) == await reference()
@@ -111,27 +110,22 @@ async def test_preemption_changes_no_stream(engine: EngineConfig, host_gib: floa
 
 @pytest.mark.ci
 async def test_a_suspended_request_goes_on_with_the_tokens_of_an_undisturbed_one():
-    """Its KV lies in host memory meanwhile, and nothing is prefilled for it again."""
-    engine = replace(config(), prefix=PrefixConfig(host_gib=0.25, restores="always"))
+    engine = replace(config(), prefix=PrefixConfig(True, 16, host_gib=0.25, restores="always"))
     async with running(engine) as run:
         options = {"max_tokens": 40, "ignore_eos": True, "temperature": 0.8, "seed": 5}
         request = run.request(SENTENCE, "rests", repetition_penalty=1.2, **options)
-        undisturbed = await run.complete(replace(request, request_id="first"))
-        prefills = len(run.recording.prefill)
+        undisturbed = await run.complete(replace(request, request_id="first", cache_scope="other"))
         tokens: list[int] = []
         async for event in run.cluster.stream(request):
             tokens += event.token_ids
             if len(tokens) == 10:
-                await run.cluster.suspend("rests", 60.0)
-                worker = run.cluster._workers[-1]
-                while not worker.counters["sequences_spilled"]:
-                    await asyncio.sleep(0.01)
+                await run.cluster.suspend("rests")
                 (status,) = [one for one in await run.cluster.status() if one.name == "decode-0"]
                 assert status.free_pages == status.total_pages and status.running == 0
                 others = [run.request(SENTENCE, f"other {n}", max_tokens=5) for n in range(3)]
                 await run.complete_all(others)
-                prefills = len(run.recording.prefill)
-                await run.cluster.suspend("rests", None)
-        assert worker.counters["spills_restored"] == 1
-        assert len(run.recording.prefill) == prefills
+                counters = run.cluster._workers[-1].counters
+                before = counters.labelled()[HITS]
+                run.cluster.resume("rests")
+        assert counters.labelled()[HITS] - before >= 16
     assert tokens == undisturbed.tokens[0]

@@ -175,7 +175,7 @@ class Fleet:
         names: Names of cached blocks, or None without a prefix cache.
         affinity: What the router knows of prefix caches.
         tiers: Host and disk room of prefill workers.
-        spills: Host and disk room of workers that decode.
+        decode_tiers: Host and disk room of workers that decode.
         hints: Whether each prompt comes with the name of the other worker that caches most of it.
         hinted: Letters with which the names of such other workers begin.
         grammars: Grammar compiler of all workers.
@@ -206,7 +206,7 @@ class Fleet:
         names: BlockNames | None = None,
         affinity: Affinity | None = None,
         tiers: TierRoom | None = None,
-        spills: TierRoom | None = None,
+        decode_tiers: TierRoom | None = None,
         hints: bool = False,
         hinted: str = "p",
         grammars: GrammarCompiler | None = GRAMMARS,
@@ -244,7 +244,7 @@ class Fleet:
         if mode is Mode.CHUNKED and mixes and not self._limits["d"].kv_spec.has_state:
             sizes = self._limits["d"].chunk_buckets
             self._limits["d"] = replace(self._limits["d"], mixed_buckets=sizes)
-        self._tiers = {"p": tiers or TierRoom(), "d": spills or TierRoom()}
+        self._tiers = {"p": tiers or TierRoom(), "d": decode_tiers or TierRoom()}
         self._faults, self._costs, self._fingerprint = faults, costs, fingerprint
         self._random = random.Random(seed)
         self._hints, self._wrap_mesh = hints, wrap_mesh

@@ -81,7 +81,10 @@ def schema(found: dict[str, object]) -> dict[str, Any]:
 def _bare(value: Any) -> Any:
     if isinstance(value, dict):
         texts = ("description", "title")
-        return {name: _bare(inner) for name, inner in value.items() if name not in texts}
+        bare = {name: _bare(inner) for name, inner in value.items() if name not in texts}
+        if bare.get("type") == "array" and "items" not in bare:
+            bare.setdefault("prefixItems", [])  # left out by msgspec 0.23 if empty
+        return bare
     return [_bare(inner) for inner in value] if isinstance(value, list | tuple) else value
 
 

@@ -54,7 +54,7 @@ def test_blocks_and_bytes_of_each_tier_are_those_that_lie_there() -> None:
     samples, _, cluster, _ = run_virtually(served)
     mesh = cluster.prefill_mesh
     sizes = {
-        "pages": (cluster.prefill._residency.blocks, BLOCK_BYTES, 5),
+        "pages": (cluster.prefill._kept.blocks, BLOCK_BYTES, 5),
         "host": (len(mesh.host) // PIECES, BLOCK_BYTES, 12),
         "disk": (len(mesh.disk.blocks), BLOCK_BYTES + FILE_EXTRA_BYTES, 50),
     }

@@ -2,17 +2,25 @@
 
 from dataclasses import replace
 
+from jdisagg.messages.ports import Child
 from jdisagg.messages.step_commands import DecodeResult, DecodeSteps, SampledToken
-from jdisagg.request import Grammar
+from jdisagg.request import Grammar, Request
 from jdisagg.scheduler.decode_batches import DecodeBatches
 from jdisagg.scheduler.decode_state import DecodeState
 from jdisagg.scheduler.executor import MeshLimits
 from jdisagg.scheduler.handoff import HandoffEvent
+from jdisagg.scheduler.prompt import Prompt
 from jdisagg.scheduler.reservations import Reservations
 from jdisagg.scheduler.sequences import SequenceGroup
 from tests.fakes.cluster import toy_request
 
 STOP = 99
+
+
+def waiting(state: DecodeState, request: Request, number: int, children: int = 1) -> Prompt:
+    """A request that waits for pages since an instant of this number."""
+    made = tuple(Child(index) for index in range(children))
+    return Prompt(state.new_key(), request, made, float(number), computes=False)
 
 
 class Bench:
@@ -36,7 +44,7 @@ class Bench:
             toy_request(number, prompt_tokens, max_tokens=max_tokens, grammar=grammar),
             stop_ids=(STOP,),
         )
-        self.reservations.enqueue(request, 1, ((0, ()),), arrival=float(number))
+        self.reservations.enqueue(waiting(self.state, request, number))
         (group,) = self.reservations.grant(lease_until=9.0)
         self.state.advance(group, HandoffEvent.GENERATE, 9.0)
         self.batches.ready(group, (SampledToken(group.key, 0, first),), 0, 9.0)

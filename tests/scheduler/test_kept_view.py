@@ -33,7 +33,7 @@ def shown(name: bytes) -> str:
 def test_blocks_in_pages_are_listed_in_the_order_in_which_they_go() -> None:
     kept, ledger = a_mesh()
     first, second, third = (left(kept, owner, owner, 2) for owner in (1, 2, 3))
-    held = kept.hold(0, 9, first[:1])  # used, and in use still
+    _, held = kept.hold(0, first[:1])  # used, and in use still
     kept.reserve(0, 8, second, 2 * GRAIN, 4)
     kept.let_go(0, 8, second)  # used later than the third
     listed = list(kept_blocks("w", kept, {}))

@@ -246,7 +246,7 @@ def test_prompts_wait_for_other_ranks_only_while_none_is_partly_issued() -> None
     packer.add(job(2, 10, rank=1))
     assert not packer.gathers(), "each rank has a prompt"
     packer.next_chunk(0)
-    packer.add(replace(job(3, 10, rank=0, arrival=-1.0), priority=1))
+    packer.add(job(3, 10, arrival=-1.0, priority=1))
     assert [packer.queued_tokens(rank) for rank in (0, 1)] == [46, 0]
     assert not packer.gathers(), "prompt 1 is partly issued, behind one of higher priority"
 

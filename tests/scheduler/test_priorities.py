@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from jdisagg.messages.step_commands import SampledToken
 from jdisagg.scheduler.handoff import HandoffEvent
-from jdisagg.scheduler.prefill_admission import QueuedPrompt, RankLoad, admit
+from jdisagg.scheduler.prefill_admission import RankLoad, admit
 from jdisagg.scheduler.priorities import (
     MOST_PRIORITY,
     PRIORITY_SECONDS,
@@ -16,12 +16,12 @@ from jdisagg.scheduler.priorities import (
     to_preempt,
     yields,
 )
-from jdisagg.scheduler.reservations import WaitingReservation
+from jdisagg.scheduler.prompt import Prompt
 from jdisagg.scheduler.sequences import Sequence, SequenceGroup
 from tests.fakes.cluster import toy_request
 from tests.fakes.fake_executor import toy_limits
-from tests.scheduler.bench import Bench
-from tests.scheduler.prompts import batches, job, snapshot
+from tests.scheduler.bench import Bench, waiting
+from tests.scheduler.prompts import batches, job, prompt, snapshot
 
 NUMBERS = st.integers(-20, 20)
 
@@ -63,18 +63,18 @@ def test_the_lowest_and_newest_are_preempted_and_no_more_than_needed(
 def ready(bench: Bench, number: int, priority: int, prompt_tokens: int = 16) -> Sequence:
     """A sequence that has all its KV."""
     request = toy_request(number, prompt_tokens, max_tokens=30)
-    waiting = replace(request, priority=priority)
-    bench.reservations.enqueue(waiting, 1, ((0, ()),), arrival=float(number))
+    request = replace(request, priority=priority)
+    bench.reservations.enqueue(waiting(bench.state, request, number))
     (group,) = bench.reservations.grant(lease_until=9.0)
     bench.state.advance(group, HandoffEvent.GENERATE, 9.0)
     bench.batches.ready(group, (SampledToken(group.key, 0, 1),), 0, 9.0)
     return group.children[0]
 
 
-def asks(bench: Bench, number: int, priority: int) -> WaitingReservation | None:
+def asks(bench: Bench, number: int, priority: int) -> Prompt | None:
     """A request that waits for pages, if others yield to it."""
     request = replace(toy_request(number, 16, max_tokens=30), priority=priority)
-    bench.reservations.enqueue(request, 1, ((0, ()),), arrival=float(number))
+    bench.reservations.enqueue(waiting(bench.state, request, number))
     return bench.reservations.pressing()
 
 
@@ -87,27 +87,36 @@ def full_bench(*priorities: int) -> tuple[Bench, list[Sequence]]:
 def test_pages_of_the_lowest_priority_and_of_the_newest_go_to_a_higher_one() -> None:
     bench, (_, old, new, _) = full_bench(2, 0, 0, 1)
     assert asks(bench, 9, 0) is None, "an equal priority yields nothing"
-    waiting = asks(bench, 10, 3)
-    assert waiting is not None and waiting.priority == 3
-    assert bench.reservations.grant_one(waiting, 99.0) is None
-    assert bench.reservations.to_preempt(waiting, (0,)) == [new]
-    assert bench.reservations.to_preempt(waiting, (5,)) == [], "copies free as many"
-    bench.state.set_aside(new)
-    group = bench.reservations.grant_one(waiting, 99.0)
+    first = asks(bench, 10, 3)
+    assert first is not None and first.priority == 3
+    assert bench.reservations.grant_one(first, 99.0) is None
+    assert bench.reservations.to_preempt(first) == [new]
+    bench.state.end_child(new, preempted=True, yielded=True)
+    group = bench.reservations.grant_one(first, 99.0)
     assert isinstance(group, SequenceGroup) and group.request.priority == 3
     assert old.stage is not new.stage
 
 
 def test_one_that_came_back_yields_again_only_after_a_token() -> None:
     bench, (low,) = full_bench(0)
-    low.yielded_at = 5.0
-    low.came_back(7.0)
-    assert low.aside_seconds == 2.0 and not low.yields_to(1)
+    assert low.yields_to(1)
+    low.accepted = len(low.generated)
+    assert not low.yields_to(1)
     low.generated.append(3)
     assert low.yields_to(1)
     low.aside_seconds = PRIORITY_SECONDS
     assert not low.yields_to(1) and low.yields_to(2), "it has aged by one step"
     assert asks(bench, 9, 1) is None
+
+
+def test_one_that_yielded_waits_as_if_it_had_come_then() -> None:
+    bench, _ = full_bench(0)
+    for number, since in ((8, None), (7, 9.0)):
+        request = toy_request(number, 16, max_tokens=30)
+        asked = waiting(bench.state, request, number)
+        asked.since = since
+        bench.reservations.enqueue(asked)
+    assert [waiting.arrival for waiting in bench.reservations.queue] == [8.0, 7.0]
 
 
 def test_a_ready_sequence_takes_the_slot_of_the_newest_of_lower_priority() -> None:
@@ -117,7 +126,7 @@ def test_a_ready_sequence_takes_the_slot_of_the_newest_of_lower_priority() -> No
     assert first.slot >= 0 and second.slot >= 0
     ready(bench, 3, 5)
     assert bench.batches.yielding_slots() == [second]
-    bench.state.set_aside(second)
+    bench.state.end_child(second, preempted=True)
     assert bench.batches.yielding_slots() == [], "a slot is free"
 
 
@@ -130,8 +139,8 @@ def test_a_prompt_of_higher_priority_goes_between_the_chunks_of_a_lower_one() ->
     packer = batches()
     packer.add(job(1, 150))
     assert [row.sequence for row in packer.next_chunk(0).rows] == [1]  # type: ignore[union-attr]
-    packer.add(replace(job(2, 10, arrival=-1.0), priority=0))
-    packer.add(replace(job(3, 20, arrival=-PRIORITY_SECONDS), priority=1))
+    packer.add(job(2, 10, arrival=-1.0))
+    packer.add(job(3, 20, priority=1))
     rows = []
     while (chunk := packer.next_chunk(0)) is not None:
         rows.append([row.sequence for row in chunk.rows])
@@ -139,25 +148,13 @@ def test_a_prompt_of_higher_priority_goes_between_the_chunks_of_a_lower_one() ->
 
 
 def test_prompts_that_have_not_begun_give_their_pages_to_a_higher_priority() -> None:
-    old, new = (QueuedPrompt(key, float(key), "d0", 4, 4) for key in (1, 2))
-    high = QueuedPrompt(3, 0.0, "d0", 4, 6, priority=1)
+    old, new = (prompt(key, 4, rank=0) for key in (1, 2))
+    high = prompt(3, 6, arrival=0.0, priority=1)
     full = (RankLoad(3, 0),)
-    decision = admit(snapshot(high, ranks=full, unbegun=((old, 0), (new, 0))))
+    decision = admit(snapshot(high, ranks=full, unbegun=(old, new)))
     assert decision.withdrawn == (2,) and decision.placed == ((3, 0),)
-    equal = admit(snapshot(replace_priority(high, 0), ranks=full, unbegun=((old, 0), (new, 0))))
+    equal = admit(snapshot(prompt(3, 6, arrival=0.0), ranks=full, unbegun=(old, new)))
     assert not equal.withdrawn and equal.blocked == 3
-    vast = replace_pages(high, 20)
-    decision = admit(snapshot(vast, ranks=full, unbegun=((old, 0), (new, 0))))
+    vast = prompt(3, 20, arrival=0.0, priority=1)
+    decision = admit(snapshot(vast, ranks=full, unbegun=(old, new)))
     assert not decision.withdrawn, "none gives way where that is not enough"
-
-
-def replace_priority(prompt: QueuedPrompt, priority: int) -> QueuedPrompt:
-    return QueuedPrompt(
-        prompt.key, prompt.arrival, prompt.destination, 4, prompt.pages, priority=priority
-    )
-
-
-def replace_pages(prompt: QueuedPrompt, pages: int) -> QueuedPrompt:
-    return QueuedPrompt(
-        prompt.key, prompt.arrival, prompt.destination, 4, pages, priority=prompt.priority
-    )

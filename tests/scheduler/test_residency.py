@@ -199,6 +199,36 @@ def test_a_hit_leaves_one_token_to_compute_and_begins_on_the_grid() -> None:
     assert residency.cached_tokens(0, chain, 6 * GRAIN - 1, to_compute=True) == 3 * GRAIN
 
 
+def test_a_hold_keeps_blocks_until_it_is_released_or_their_pages_are_needed() -> None:
+    residency = Residency([PageLedger(PAGES)], PAGE_SIZE, NAMES)
+    ledger = residency._ledgers[0]
+    for owner, token in ((1, 1), (2, 2)):
+        keep(residency, owner, (token,) * GRAIN)
+    chains = [residency.chain(request(), (token,) * GRAIN) for token in (1, 2)]
+    (first, _), (second, pages) = (residency.hold(0, chain) for chain in chains)
+    assert ledger.free_pages == PAGES - 4
+    assert residency.release_newest(0) == second and ledger.free_pages == PAGES - 2
+    assert ledger.pages(first) and residency.pages(0, chains[1][0]) == pages
+    residency.release(first)
+    residency.release(first)  # which changes nothing
+    assert residency.release_newest(0) is None and ledger.free_pages == PAGES
+
+
+def test_blocks_of_a_preempted_sequence_are_awaited_until_they_are_used_or_gone() -> None:
+    residency = Residency([PageLedger(PAGES)], PAGE_SIZE, NAMES)
+    gone: dict[bytes, bool] = {}
+    residency.on_evicted(lambda rank, name, *_: gone.update({name: residency.awaits(rank, name)}))
+    chain = residency.chain(request(), tuple(range(3 * GRAIN)))
+    residency.reserve(0, 1, (), 0, 6)
+    residency.let_go(0, 1, chain, awaited=True)
+    assert all(residency.awaits(0, name) for name in chain)
+    residency.reserve(0, 2, chain, GRAIN, PAGES - 2)  # uses one block and evicts another
+    assert gone == {chain[2]: True}
+    assert [residency.awaits(0, name) for name in chain] == [False, True, False]
+    residency.clear()
+    assert not residency.awaits(0, chain[1])
+
+
 def test_reset_forgets_all_and_takes_nothing_from_those_who_run() -> None:
     residency = Residency([PageLedger(8)], PAGE_SIZE, NAMES)
     tokens = (1,) * 2 * GRAIN

@@ -19,6 +19,7 @@ from jdisagg.scheduler.sequences import Sequence
 from jdisagg.scheduler.speculation import CHAIN, Draft, NgramDrafter, Speculation
 from tests.fakes.cluster import toy_request
 from tests.fakes.fake_executor import toy_limits
+from tests.scheduler.bench import waiting
 
 LIMITS = replace(toy_limits(context_tokens=400, pages_per_rank=400), speculates=True)
 
@@ -93,7 +94,7 @@ class Bench:
         request = replace(
             toy_request(number, 1, max_tokens=max_tokens), prompt_token_ids=tuple(prompt)
         )
-        self.reservations.enqueue(request, 1, ((0, ()),), arrival=float(number))
+        self.reservations.enqueue(waiting(self.state, request, number))
         (group,) = self.reservations.grant(lease_until=9.0)
         self.state.advance(group, HandoffEvent.GENERATE, 9.0)
         self.batches.ready(group, (SampledToken(group.key, 0, self.text[0]),), 0, 9.0)

@@ -112,7 +112,7 @@ class FakePath:
     gate: asyncio.Event = field(default_factory=asyncio.Event)
     requests: list[Request] = field(default_factory=list)
     closed: list[str] = field(default_factory=list)
-    suspended: list[tuple[str, str, float | None]] = field(default_factory=list)
+    suspended: list[tuple[str, str, bool]] = field(default_factory=list)
     ended: dict[str, JdisaggError] = field(default_factory=dict)
     made_events: int = 0
     filler: str = ""
@@ -175,8 +175,11 @@ class FakePath:
     async def status(self) -> tuple[WorkerStatus, ...]:
         return (STATUS,)
 
-    async def suspend(self, tenant: str, request_id: str, keep_seconds: float | None) -> None:
-        self.suspended.append((tenant, request_id, keep_seconds))
+    async def suspend(self, tenant: str, request_id: str) -> None:
+        self.suspended.append((tenant, request_id, True))
+
+    def resume(self, tenant: str, request_id: str) -> None:
+        self.suspended.append((tenant, request_id, False))
 
     async def _go_on(self, request_id: str) -> None:
         while not self.gate.is_set():

@@ -58,9 +58,6 @@ class Worker:
     async def cancel_prefill(self, handoff_id: int) -> None:
         self.told.append(handoff_id)
 
-    async def suspend(self, reservation_id: int, keep_seconds: float | None) -> None:
-        self.told.append((reservation_id, keep_seconds))
-
     async def reset_cache(self) -> int:
         self.told.append("reset_cache")
         return 3

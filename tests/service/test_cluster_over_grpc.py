@@ -65,7 +65,7 @@ async def test_one_router_dies_and_the_others_streams_go_on() -> None:
 
 
 async def test_a_suspended_request_goes_on_over_the_wire() -> None:
-    """These workers have no host memory: its pages are free, and it is computed anew."""
+    """These workers have no cache: its pages are free, and it is computed anew."""
     async with served() as cluster:
         router, request = cluster.router(), toy_request(1, 20, max_tokens=100)
         collected, rests = Collected(), 0
@@ -73,10 +73,10 @@ async def test_a_suspended_request_goes_on_over_the_wire() -> None:
             collected.add(event)
             if len(collected.tokens[0]) >= 5 and not rests:
                 rests += 1
-                await router.path.suspend("", request.request_id, 60.0)
+                await router.path.suspend("", request.request_id)
                 await quiet(cluster)
-                await router.path.suspend("", request.request_id, None)
+                router.path.resume("", request.request_id)
         cluster.cluster.check(request, collected)
-        assert router.path.counters["preemptions"] == 1
+        assert router.path.counters["requests_resumed"] == 1
         await quiet(cluster)
         await router.close()

@@ -63,8 +63,6 @@ async def test_the_decode_port_says_what_the_worker_says_errors_too() -> None:
         await remote.decode.cancel(5)
         await remote.decode.cancel(5, 0)
         assert worker.told[-2:] == [(5, None), (5, 0)]
-        await remote.decode.suspend(5, 2.5)
-        assert worker.told[-1] == (5, 2.5)
         assert await remote.decode.status() == STATUS
 
 

@@ -140,7 +140,7 @@ async def test_a_drain_lets_suspended_requests_resume() -> None:
             await eventually(lambda: not door.server.ready)
             stub = generation_pb2_grpc.GenerationServiceStub(channel)
             await stub.Resume(generation_pb2.ResumeRequest(request_id="held"))
-            assert door.path.suspended == [("", "held", None)]
+            assert door.path.suspended == [("", "held", False)]
             door.path.gate.set()
             await running
         await draining

@@ -29,7 +29,7 @@ def test_first_tokens_of_a_higher_priority_come_as_on_an_idle_fleet(priority: in
         storm.append(Arrival(at, 300, HIGH_TOKENS, priority=priority))
     background = [Arrival(0.01 * number, 300, LOW_TOKENS) for number in range(120)]
     one_pool = small_fleet(Mode.DISAGGREGATED, pages=600)
-    fleet = replace(one_pool, prefix=PrefixConfig(host_gib=8.0))
+    fleet = replace(one_pool, prefix=PrefixConfig(True, host_gib=8.0, append_tokens=256))
     idle = ttfts(simulate(fleet, storm), HIGH_TOKENS)
     result = simulate(fleet, sorted(background + storm, key=lambda one: one.at_seconds))
     assert [one.output_tokens for one in result.outcomes].count(LOW_TOKENS) == len(background)

@@ -22,6 +22,7 @@ from tests.router.fleets import H100
 from tests.worker.appends import SLOW, appending
 from tests.worker.conversations import NAMES, SEEDS, Talk, asked, converse, limits, storm
 from tests.worker.peering import EveryoneKnown, settled
+from tests.worker.preempting import hits
 from tests.worker.tiers import BLOCK_BYTES, FAST, other
 
 PAGES = 24  # room for one prompt of `other`, its answer and a little
@@ -41,7 +42,7 @@ def tiers(mode: Mode = Mode.CHUNKED, **more: object) -> Cluster:
         "prefill": limits(pages=400),
         "names": NAMES,
         "costs": FAST,
-        "spills": room(),
+        "decode_tiers": room(),
     }
     return Cluster(mode, **(options | more))  # type: ignore[arg-type]
 
@@ -55,15 +56,6 @@ async def turn(cluster: Cluster, number: int, name: str) -> CachedTokens:
     return CachedTokens(
         **{tier: count - before.get(tier, 0) for tier, count in hits(cluster).items()}
     )
-
-
-def hits(cluster: Cluster) -> dict[str, int]:
-    labelled = cluster.decode.counters.labelled()
-    return {
-        dict(labels)["tier"]: count
-        for (name, labels), count in labelled.items()
-        if name == "prefix_hit_tokens"
-    }
 
 
 @pytest.mark.parametrize(("mode", "known"), [(Mode.CHUNKED, 64), (Mode.DISAGGREGATED, 80)])
@@ -86,7 +78,7 @@ async def test_what_pages_had_no_room_for_comes_back_and_is_neither_computed_nor
 
 async def accounted(cluster: Cluster) -> None:
     """All pages are free or kept, and host memory holds what the worker counts and nothing else."""
-    await until(lambda: cluster.decode._sources.quiet and cluster.decode._spilled.quiet, 0.1)
+    await until(lambda: cluster.decode._sources.quiet, 0.1)
     await cluster.check_quiet()
     tier = cluster.decode._host
     kept = list(tier.blocks._blocks.values())
@@ -94,7 +86,7 @@ async def accounted(cluster: Cluster) -> None:
     assert set(cluster.decode_mesh.host) == {one for block in kept for one in block.offer_ids}
     (host,) = [one for one in (await cluster.decode.status()).kept if one.tier == "host"]
     assert host.bytes == len(kept) * tier.block_bytes <= host.room_bytes
-    assert not len(cluster.decode._prefixes)
+    assert not len(cluster.decode._sources._owned)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -124,7 +116,7 @@ async def test_a_reset_empties_the_tiers_of_a_worker_that_decodes(mode: Mode) ->
 
 @asynccontextmanager
 async def on_disk(disk: FakeDisk, mode: Mode) -> AsyncIterator[Cluster]:
-    cluster = tiers(mode, spills=room(8, 200))
+    cluster = tiers(mode, decode_tiers=room(8, 200))
     cluster.decode_mesh.disk = disk
     async with cluster:
         yield cluster
@@ -167,12 +159,12 @@ async def test_what_was_used_twice_comes_back_from_disk_in_the_next_life_too(
 async def test_streams_are_the_oracles_whatever_comes_back_and_all_is_accounted_for(
     seed: int, mode: Mode, page_size: int, ranks: int, blocks: int
 ) -> None:
-    """Few pages, so that blocks are evicted and sequences swapped out to the same memory."""
+    """Few pages, so that blocks are evicted and sequences preempted."""
     async with tiers(
         mode,
         decode=limits(ranks, 320 // page_size, page_size),
         prefill=limits(),
-        spills=room(blocks),
+        decode_tiers=room(blocks),
         growth_tokens=4,
         wire=True,
         seed=seed,
@@ -184,41 +176,10 @@ async def test_streams_are_the_oracles_whatever_comes_back_and_all_is_accounted_
         await accounted(cluster)
 
 
-async def test_swapped_out_sequences_take_the_memory_of_cached_blocks() -> None:
-    """Both fit in turn and not together."""
-    async with tiers(
-        decode=limits(pages=40), spills=room(9), growth_tokens=4, mode=Mode.CHUNKED
-    ) as cluster:
-        for number in range(1, 4):
-            await turn(cluster, number, f"fills {number}")
-        tier = cluster.decode._host
-        assert len(tier.blocks) > 5
-        growing = [
-            replace(
-                asked(number, other(number, 40).prompt_token_ids),
-                sampling=replace(asked(0, (1,)).sampling, max_tokens=100),
-            )
-            for number in (7, 8)
-        ]
-        waiting = asyncio.gather(*(cluster.collect(request) for request in growing))
-        most = 0
-        while not waiting.done():
-            spilled = cluster.decode._spilled.spills.bytes
-            if spilled:
-                most = max(most, spilled)
-                assert spilled + len(tier.blocks) * tier.block_bytes <= 9 * BLOCK_BYTES
-            await asyncio.sleep(1e-3)
-        for request, collected in zip(growing, await waiting, strict=True):
-            cluster.check(request, collected)
-        assert most > 4 * BLOCK_BYTES and cluster.decode.counters["spills_restored"] > 0
-        assert tier.blocks.capacity == 9, "it has its memory again"
-        await accounted(cluster)
-
-
 async def test_what_is_dearer_to_restore_than_to_receive_is_received() -> None:
     """The price of receiving is the part that does not overlap with the prefill."""
     dear = Costs(pull=5.0, other=1e-5)
-    async with tiers(Mode.DISAGGREGATED, spills=room(always=False), costs=FAST) as cluster:
+    async with tiers(Mode.DISAGGREGATED, decode_tiers=room(always=False), costs=FAST) as cluster:
         for name in "abc":
             await turn(cluster, 1, f"1 {name}")
             await turn(cluster, 2, f"2 {name}")
@@ -242,11 +203,11 @@ async def test_a_prompt_is_appended_behind_what_came_back() -> None:
         prefill=limits(pages=400),
         names=NAMES,
         costs=FAST,
-        spills=room(),
+        decode_tiers=room(),
     ) as cluster:
         first = other(1)
         history = first.prompt_token_ids + tuple((await cluster.collect(first)).tokens[0])
-        cluster.prefill._residency.clear()
+        cluster.prefill._kept.clear()
         filler = other(2, 147)
         await cluster.ask(filler)
         kept = cluster.decode._kept
@@ -265,7 +226,7 @@ async def test_a_request_that_is_given_up_while_it_waits_for_a_restore_leaves_no
         await turn(cluster, 1, "first")
         await turn(cluster, 2, "takes its pages")
         waiting = asyncio.ensure_future(cluster.collect(replace(other(1), request_id="gone")))
-        await until(lambda: len(cluster.decode._prefixes))
+        await until(lambda: len(cluster.decode._sources._owned))
         waiting.cancel()
         await asyncio.gather(waiting, return_exceptions=True)
         await asyncio.sleep(5.0)
@@ -282,7 +243,7 @@ def mixed(**more: object) -> Fleet:
         "decode": limits(pages=100),
         "names": NAMES,
         "costs": FAST,
-        "spills": TierRoom(always=True),
+        "decode_tiers": TierRoom(always=True),
         "hints": True,
         "hinted": "d",
     }
@@ -297,7 +258,7 @@ async def at(fleet: Fleet, name: str, request: Request) -> CachedTokens:
 
 
 async def test_a_mixed_worker_fetches_what_another_keeps_in_pages_or_host_memory() -> None:
-    async with mixed(wire=True, spills=room()) as both:
+    async with mixed(wire=True, decode_tiers=room()) as both:
         assert await at(both, "decode0", other(1)) == CachedTokens()
         assert await at(both, "decode1", other(1)) == CachedTokens(peer=64)
         for number in range(2, 8):
@@ -323,7 +284,7 @@ async def test_streams_of_mixed_workers_are_the_oracles_whatever_becomes_of_a_fe
     }
     async with mixed(
         decode=limits(2, 80, 8),
-        spills=room(12),
+        decode_tiers=room(12),
         faults=faults.__getitem__,
         growth_tokens=4,
         wire=True,

@@ -57,7 +57,7 @@ async def test_what_was_used_twice_is_known_to_the_next_life_of_the_worker() -> 
         await until_quiet(cluster)
     async with worker_on(disk, seed=7) as cluster:
         assert cluster.prefill.counters["disk_blocks_found"] == 4
-        assert len(cluster.prefill._residency.log) == 4  # routers are told
+        assert len(cluster.prefill._kept.log) == 4  # routers are told
         assert await again(cluster, 1) == 16
         assert await again(cluster, 2) == 80  # used once
 

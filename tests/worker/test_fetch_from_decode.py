@@ -57,7 +57,7 @@ async def first_turn(fleet: Fleet, request: Request | None = None) -> Request:
     assert computed == 80
     for name in fleet.processes:
         if name.startswith("p"):
-            fleet.prefill_worker(name)._residency.clear()
+            fleet.prefill_worker(name)._kept.clear()
     return following
 
 
@@ -126,7 +126,7 @@ async def test_a_decode_mesh_that_breaks_midway_is_not_waited_for() -> None:
     async with fleet(faults=faults, decodes=2, ends_quiet=False) as both:
         request = long_answer(1, other(1).prompt_token_ids)
         following, _ = await turn(both, request, both.new_path("prefill0", "decode0"))
-        both.prefill_worker("prefill0")._residency.clear()
+        both.prefill_worker("prefill0")._kept.clear()
         began = both.clock.now()
         path = both.new_path("prefill0", "decode1")
         assert 103 - FETCHED < (await turn(both, following, path))[1] <= 103
@@ -177,7 +177,7 @@ async def test_a_sequence_takes_pages_that_are_held_for_others_before_one_is_pre
         first = long_answer(1, other(1, tokens=150).prompt_token_ids, 70)
         collected = await both.collect(first, through)
         history = (*first.prompt_token_ids, *collected.tokens[0], 1)
-        both.prefill_worker("prefill1")._residency.clear()
+        both.prefill_worker("prefill1")._kept.clear()
         holder = both.decode_worker("decode0")
         kept = holder._kept
         names = kept.chain(first, history)
@@ -226,7 +226,7 @@ async def test_the_router_says_which_decode_worker_keeps_more_than_the_only_pref
         prefill=limits(pages=80), hints=False, affinity=index, routing=routing, decodes=2
     ) as one:
         index.fleet = one
-        await converse(one, Talk(5), 40, cancels=0.1)
+        await converse(one, Talk(7), 40, cancels=0.1)
         placed = [getattr(one.answer, "peer", "") for one in one.path.placer._entries]
         assert {name for name in placed if name} == (set(DECODES) if returns else set())
         assert (one.counted("peer_blocks_fetched") > 0) == returns

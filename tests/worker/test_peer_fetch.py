@@ -143,7 +143,7 @@ async def test_nobody_is_given_what_he_cannot_name() -> None:
     async with fleet() as both:
         holder = both.prefill_worker("prefill0")
         await at(both, "prefill0")
-        names = holder._residency.chain(PROMPT, PROMPT.prompt_token_ids)
+        names = holder._kept.chain(PROMPT, PROMPT.prompt_token_ids)
         wanted = FetchCall(1, "prefill1", names, 0, 32, 1.0)
         assert await holder.fetch(wanted) == FetchReply()  # of 32 tokens, not of 16
         stranger = BlockNames(b"another secret", "toy", 16)
@@ -151,7 +151,7 @@ async def test_nobody_is_given_what_he_cannot_name() -> None:
         assert await holder.fetch(FetchCall(1, "p", names, 0, 16, 1.0)) == FetchReply()
         adapted = replace(PROMPT, adapter=Adapter("mine", "/adapter", "digest"))
         for theirs in (replace(PROMPT, tenant="another"), adapted):
-            names = holder._residency.chain(theirs, PROMPT.prompt_token_ids)
+            names = holder._kept.chain(theirs, PROMPT.prompt_token_ids)
             assert await holder.fetch(FetchCall(1, "p", names, 0, 16, 1.0)) == FetchReply()
         with pytest.raises(InvalidRequestError, match="names"):
             await holder.fetch(FetchCall(1, "p", (), 0, 16, 1.0))
@@ -177,11 +177,11 @@ async def test_kv_of_old_weights_is_fetched_by_no_worker_with_new_ones() -> None
     async with fleet() as both:
         assert await at(both, "prefill0") == 80
         workers = [both.prefill_worker("prefill0"), both.prefill_worker("prefill1")]
-        old = workers[0]._residency.chain(PROMPT, PROMPT.prompt_token_ids)
+        old = workers[0]._kept.chain(PROMPT, PROMPT.prompt_token_ids)
         for worker in (*workers, both.decode_worker("decode0")):
             worker.forget_weights(False, "new@f00")
         assert await workers[0].fetch(FetchCall(1, "p", old, 0, 16, 1.0)) == FetchReply()
-        assert not set(old) & set(workers[0]._residency.chain(PROMPT, PROMPT.prompt_token_ids))
+        assert not set(old) & set(workers[0]._kept.chain(PROMPT, PROMPT.prompt_token_ids))
         assert await at(both, "prefill1") == 80
         assert both.counted("peer_blocks_fetched") == 0
         await settled(both)

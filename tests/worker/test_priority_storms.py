@@ -1,5 +1,5 @@
 """Requests of higher priority on full workers, over fake meshes that check what lies in every page
-they read: others are set aside and come back, each stream is the oracle's, nothing is left."""
+they read: others are preempted and come back, each stream is the oracle's, nothing is left."""
 
 import asyncio
 import random
@@ -10,10 +10,13 @@ import pytest
 from jdisagg.config import Mode
 from jdisagg.request import Request
 from jdisagg.scheduler.host_blocks import TierRoom
+from jdisagg.scheduler.priorities import PRIORITY_SECONDS
 from tests.fakes.cluster import toy_request
+from tests.fakes.fake_executor import Costs
 from tests.fakes.fake_states import with_state
 from tests.worker.conversations import NAMES, SEEDS, limits
-from tests.worker.spilling import ROOMY, Stream, check_empty, scarce
+from tests.worker.preempting import ROOMY, Stream, check_empty, scarce
+from tests.worker.states import stateful
 
 
 def low(number: int, **sampling: object) -> Request:
@@ -27,7 +30,7 @@ def high(number: int, priority: int = 5, **sampling: object) -> Request:
 
 @pytest.mark.parametrize("mode", list(Mode))
 @pytest.mark.parametrize("room", [ROOMY, TierRoom()], ids=["host", "recomputed"])
-async def test_low_streams_are_set_aside_for_high_ones_and_lose_no_token(
+async def test_low_streams_give_way_to_high_ones_and_lose_no_token(
     mode: Mode, room: TierRoom
 ) -> None:
     async with scarce(room, pages=60, mode=mode) as cluster:
@@ -39,8 +42,6 @@ async def test_low_streams_are_set_aside_for_high_ones_and_lose_no_token(
         waited = cluster.clock.now() - began
         await rival.end()
         assert cluster.decode.counters["sequences_yielded"] > 0
-        if room.host_bytes:
-            assert cluster.decode.counters["sequences_spilled"] > 0
         for stream in streams:
             await stream.end()
         assert waited < 0.5 * (cluster.clock.now() - began)
@@ -69,19 +70,19 @@ async def test_storms_of_several_priorities_leave_every_stream_as_it_is(
         await check_empty(cluster)
 
 
-async def test_the_state_of_hybrid_models_is_set_aside_too() -> None:
+async def test_sequences_of_hybrid_models_give_way_too() -> None:
     hybrid = with_state(limits(pages=60))
-    async with scarce(decode=hybrid, prefill=with_state(limits(pages=400))) as cluster:
+    async with scarce(decode=hybrid, prefill=stateful(1, 400)) as cluster:
         streams = [Stream(cluster, low(number)) for number in range(12)]
         await streams[0].until(5)
         await Stream(cluster, high(0)).end()
-        assert cluster.decode.counters["sequences_spilled"] > 0
+        assert cluster.decode.counters["sequences_yielded"] > 0
         for stream in streams:
             await stream.end()
         await check_empty(cluster)
 
 
-async def test_equal_priorities_set_nobody_aside() -> None:
+async def test_nobody_gives_way_to_an_equal_priority() -> None:
     async with scarce(pages=60) as cluster:
         requests = [high(number, priority=3) for number in range(20)]
         await cluster.collect_all(requests)
@@ -94,5 +95,24 @@ async def test_a_queue_full_of_low_requests_refuses_no_high_one() -> None:
         await streams[0].until(3)
         await Stream(cluster, high(1)).end()
         for stream in streams:
+            await stream.end()
+        await check_empty(cluster)
+
+
+async def test_a_low_stream_does_not_give_way_for_ever() -> None:
+    """The rank has room for one of them. Each high request would preempt the low stream."""
+    slow = Costs(decode_step=0.1, pull=1e-5, other=1e-5)
+    async with scarce(pages=24, costs=slow) as cluster:
+        low_one = Stream(cluster, replace(low(1, max_tokens=50), priority=0))
+        await low_one.until(3)
+        highs = []
+        for number in range(150):
+            highs.append(Stream(cluster, high(number, priority=1)))
+            await asyncio.sleep(0.4)
+            if low_one.task.done():
+                break
+        assert PRIORITY_SECONDS < cluster.clock.now() < 2 * PRIORITY_SECONDS
+        assert cluster.decode.counters["sequences_yielded"] > 0
+        for stream in (low_one, *highs):
             await stream.end()
         await check_empty(cluster)

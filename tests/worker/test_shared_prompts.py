@@ -144,7 +144,7 @@ async def test_whoever_is_cancelled_streams_are_the_oracles(
         await storm(cluster, Talk(seed), requests=60, at_once=8, cancels=0.3)
         counters = cluster.prefill.counters
         assert counters["prefix_waits"] > counters["prefix_waits_taken_over"]
-        assert not len(cluster.prefill._shared)
+        assert not len(cluster.prefill._prompts) and not len(cluster.prefill._prompts._shared)
 
 
 async def test_where_the_mesh_fails_all_that_wait_fail() -> None:
@@ -158,7 +158,7 @@ async def test_where_the_mesh_fails_all_that_wait_fail() -> None:
             return_exceptions=True,
         )
         assert all(isinstance(one, JdisaggError) for one in ended)
-        assert not len(cluster.prefill._shared)
+        assert not len(cluster.prefill._prompts) and not len(cluster.prefill._prompts._shared)
 
 
 MIXED = [Mode.CHUNKED, Mode.UNIFIED]
@@ -188,7 +188,7 @@ async def test_on_one_mesh_what_is_common_is_computed_once_and_taken_over_too(
         counters = cluster.decode.counters
         assert counters["prefix_waits"] >= 3
         assert (counters["prefix_waits_taken_over"] == 1) == cancelled
-        assert not len(cluster.decode._prefills.waits._shared)
+        assert not len(cluster.decode._prompts) and not len(cluster.decode._prompts._shared)
 
 
 @pytest.mark.parametrize("mode", MIXED)
@@ -207,8 +207,7 @@ async def test_on_one_mesh_whoever_is_cancelled_streams_are_the_oracles(
         await storm(cluster, Talk(seed), requests=60, at_once=8, cancels=0.3)
         counters = cluster.decode.counters
         assert counters["prefix_waits"] > counters["prefix_waits_taken_over"]
-        waits = cluster.decode._prefills.waits
-        assert not len(waits._shared) and not waits._left and not waits._orphans
+        assert not len(cluster.decode._prompts) and not len(cluster.decode._prompts._shared)
 
 
 async def test_a_decode_worker_offers_what_it_received_before_the_sequence_ends() -> None:

@@ -21,7 +21,7 @@ def stateful_fleet(**more: object) -> Fleet:
 async def all_settled(both: Fleet) -> None:
     await both.check_quiet()
     for name in ("prefill0", "prefill1"):
-        for kept in both.prefill_worker(name)._residency.snapshots:
+        for kept in both.prefill_worker(name)._kept.snapshots:
             assert kept.pending == 0 and kept.free + len(kept) == kept.total
 
 
@@ -40,7 +40,7 @@ async def test_a_snapshot_alone_is_fetched_where_the_blocks_are_known() -> None:
     async with stateful_fleet() as both:
         assert await at(both, "prefill0") == 80
         assert await at(both, "prefill1") == 16
-        (kept,) = both.prefill_worker("prefill1")._residency.snapshots
+        (kept,) = both.prefill_worker("prefill1")._kept.snapshots
         kept.clear()
         assert await at(both, "prefill1") == 16
         asker = counted(both, "prefill1")
@@ -51,7 +51,7 @@ async def test_a_snapshot_alone_is_fetched_where_the_blocks_are_known() -> None:
 async def test_a_holder_without_a_snapshot_gives_nothing() -> None:
     async with stateful_fleet() as both:
         assert await at(both, "prefill0") == 80
-        (kept,) = both.prefill_worker("prefill0")._residency.snapshots
+        (kept,) = both.prefill_worker("prefill0")._kept.snapshots
         kept.clear()
         assert await at(both, "prefill1") == 80
         assert failed(both, "prefill1") == {"gone": 1}

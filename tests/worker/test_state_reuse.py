@@ -145,7 +145,7 @@ async def test_a_spoiled_snapshot_in_host_memory_is_a_miss() -> None:
     async with with_host_memory() as cluster:
         await cluster.collect(asked(1, prompt(70)))
         await lost_from_pages(cluster, 2)
-        chain = cluster.prefill._residency.chain(asked(1, prompt(70)), prompt(70))
+        chain = cluster.prefill._kept.chain(asked(1, prompt(70)), prompt(70))
         (piece,) = cluster.prefill._host.snapshots.arrived(chain[3]).pieces
         groups, (entry,) = cluster.prefill_mesh.host[piece.offer.offer_id]
         flipped = (entry[0], entry[1], entry[2] ^ 1)

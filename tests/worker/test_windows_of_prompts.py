@@ -37,8 +37,8 @@ async def test_a_prompt_that_gives_way_returns_only_the_pages_of_windows_that_it
         await asyncio.sleep(0.045)
         (windows,) = cluster.prefill._room.windows
         assert windows.available == 0
-        yielding = [one for one in cluster.prefill._computing.values() if not one.begun]
-        assert [one.prompt.priority for one in yielding] == [0, 1, 1]
+        yielding = [one for one in cluster.prefill._computing() if not one.begun]
+        assert [one.priority for one in yielding] == [0, 1, 1]
         running.append(start(5, (7,) * 240, 2))
         await asyncio.gather(*running)
         assert cluster.prefill._loop.failure is None
@@ -52,7 +52,7 @@ async def test_prompts_do_not_repeat_pages_because_of_windows_where_nothing_ende
             await cluster.collect(asked(number, tokens))
         (windows,) = cluster.prefill._room.windows
         assert windows.free_pages < 25 < windows.kept_pages
-        at = cluster.prefill._residency.cached_tokens(
-            0, cluster.prefill._residency.chain(asked(99, tokens), tokens), 48, True
+        at = cluster.prefill._kept.cached_tokens(
+            0, cluster.prefill._kept.chain(asked(99, tokens), tokens), 48, True
         )
         assert at == 48, "every block of the newest prompt can be continued from"

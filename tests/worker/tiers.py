@@ -87,5 +87,5 @@ async def known_on_disk(cluster: Cluster) -> None:
     await until_quiet(cluster)
     worker = cluster.prefill
     assert worker.counters["disk_blocks_written"] == 4
-    chain = worker._residency.chain(other(1), other(1).prompt_token_ids)
-    assert worker._residency.match(0, chain) == worker._host.blocks.match(chain, 0) == 0
+    chain = worker._kept.chain(other(1), other(1).prompt_token_ids)
+    assert worker._kept.match(0, chain) == worker._host.blocks.match(chain, 0) == 0

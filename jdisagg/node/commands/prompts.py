@@ -5,10 +5,9 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Unpack
 
 from jdisagg.chat.messages import ChatMessage, ChatPrompt
-from jdisagg.dispatch.options import SamplingOptions
 from jdisagg.errors import JdisaggError, first_error
 from jdisagg.node.deployment import Deployment
-from jdisagg.request import StreamEvent
+from jdisagg.request import SamplingOptions, StreamEvent
 
 
 class PromptRun:

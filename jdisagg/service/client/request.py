@@ -12,9 +12,9 @@ import msgspec
 
 from jdisagg.chat.images import ChatImage
 from jdisagg.chat.messages import ChatMessage, ChatPrompt, ChatTool
-from jdisagg.dispatch.options import SamplingOptions
 from jdisagg.dispatch.prompts import Prompt, TokenPrompt
 from jdisagg.errors import InvalidRequestError
+from jdisagg.request import SamplingOptions
 from jdisagg.service.grpc import generation_pb2 as pb
 from jdisagg.service.grpc import wire_generation
 from jdisagg.service.grpc.wire_generation import ClientRequest

@@ -353,14 +353,12 @@ class GetModelResponse(_message.Message):
     def __init__(self, name: _Optional[str] = ..., family: _Optional[str] = ..., vocabulary: _Optional[int] = ..., context_tokens: _Optional[int] = ..., dtype: _Optional[str] = ..., mode: _Optional[_Union[ServingMode, str]] = ..., prefill_layout: _Optional[_Union[_common_pb2.Layout, _Mapping]] = ..., decode_layout: _Optional[_Union[_common_pb2.Layout, _Mapping]] = ..., kv_bytes_per_token: _Optional[int] = ..., version: _Optional[str] = ..., sampling_defaults: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ...) -> None: ...
 
 class SuspendRequest(_message.Message):
-    __slots__ = ("request_id", "tenant", "keep_seconds")
+    __slots__ = ("request_id", "tenant")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     TENANT_FIELD_NUMBER: _ClassVar[int]
-    KEEP_SECONDS_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     tenant: str
-    keep_seconds: float
-    def __init__(self, request_id: _Optional[str] = ..., tenant: _Optional[str] = ..., keep_seconds: _Optional[float] = ...) -> None: ...
+    def __init__(self, request_id: _Optional[str] = ..., tenant: _Optional[str] = ...) -> None: ...
 
 class SuspendResponse(_message.Message):
     __slots__ = ()

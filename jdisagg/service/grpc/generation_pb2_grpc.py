@@ -149,8 +149,8 @@ class GenerationServiceServicer:
 
     def Suspend(self, request, context):
         """Suspends a request whose stream is open at this server. Its slots and pages become free for others, and its stream is silent. Its
-        KV is swapped out to host memory if there is room, and recomputed otherwise. `Resume` continues at the next token. The deadline
-        does not move.
+        full blocks of KV stay in the prefix cache until others need the room. `Resume` recomputes the rest and continues at the next token.
+        The deadline does not move.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -122,14 +122,13 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
     async def Suspend(
         self, request: pb.SuspendRequest, context: grpc.aio.ServicerContext
     ) -> pb.SuspendResponse:
-        seconds = request.keep_seconds if request.HasField("keep_seconds") else None
-        await self._frontend.suspend(request.request_id, request.tenant, seconds)
+        await self._frontend.suspend(request.request_id, request.tenant)
         return pb.SuspendResponse()
 
     async def Resume(
         self, request: pb.ResumeRequest, context: grpc.aio.ServicerContext
     ) -> pb.ResumeResponse:
-        await self._frontend.resume(request.request_id, request.tenant)
+        self._frontend.resume(request.request_id, request.tenant)
         return pb.ResumeResponse()
 
     async def LoadAdapter(

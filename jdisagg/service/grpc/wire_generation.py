@@ -14,7 +14,7 @@ import msgspec
 
 from jdisagg.chat.messages import ChatPrompt
 from jdisagg.config import Mode
-from jdisagg.dispatch.options import MAX_ALLOWED_TOKENS, MAX_BAD_WORDS, SamplingOptions, bias_pairs
+from jdisagg.dispatch.options import bias_pairs
 from jdisagg.dispatch.prompts import ModelInfo, Prompt, TokenPrompt
 from jdisagg.dispatch.routing_status import (
     PastDecision,
@@ -27,10 +27,7 @@ from jdisagg.messages.weights import UpdateMode, WeightsReport
 from jdisagg.prompt.logprobs import PromptLogprobs
 from jdisagg.request import (
     MAX_GRAMMAR_BYTES,
-    MAX_LOGIT_BIAS,
     MAX_N,
-    MAX_STOP_STRINGS,
-    MAX_STOP_TOKEN_IDS,
     AcceptedChild,
     CachedTokens,
     FinishReason,
@@ -38,10 +35,13 @@ from jdisagg.request import (
     GrammarKind,
     Resumption,
     SamplingDefaults,
+    SamplingOptions,
+    SamplingParams,
     StreamEvent,
     Timings,
     Usage,
     at_most,
+    parameters_of,
 )
 from jdisagg.service.grpc import common_pb2
 from jdisagg.service.grpc import generation_pb2 as pb
@@ -84,33 +84,6 @@ class ClientRequest:
     model: str = ""
 
 
-_SCALARS = (
-    "max_tokens",
-    "temperature",
-    "top_k",
-    "top_p",
-    "min_p",
-    "seed",
-    "presence_penalty",
-    "frequency_penalty",
-    "repetition_penalty",
-    "min_tokens",
-    "ignore_eos",
-    "logprobs",
-    "n",
-    "include_stop_str_in_output",
-    "skip_special_tokens",
-    "prompt_logprobs",
-)
-# Sampling options that are repeated fields, with the largest number of values of each.
-_REPEATED = {
-    "stop": MAX_STOP_STRINGS,
-    "stop_token_ids": MAX_STOP_TOKEN_IDS,
-    "allowed_token_ids": MAX_ALLOWED_TOKENS,
-    "bad_words": MAX_BAD_WORDS,
-}
-
-
 def client_request_to_proto(request: ClientRequest) -> pb.GenerateRequest:
     """Raises InvalidRequestError if protobuf cannot represent a value."""
     prompt = request.prompt
@@ -121,7 +94,7 @@ def client_request_to_proto(request: ClientRequest) -> pb.GenerateRequest:
             build(pb.TokenIds, ids=prompt.token_ids) if isinstance(prompt, TokenPrompt) else None
         ),
         chat=chat_to_proto(prompt) if isinstance(prompt, ChatPrompt) else None,
-        sampling=_options_to_proto(request.options),
+        sampling=options_to_proto(request.options),
         request_id=request.request_id,
         deadline_seconds=request.deadline_seconds,
         tenant=request.tenant,
@@ -146,7 +119,7 @@ def client_request_from_proto(message: pb.GenerateRequest) -> ClientRequest:
         prompt = chat_from_proto(message.chat)
     return ClientRequest(
         prompt=prompt,
-        options=_options_from_proto(message.sampling),
+        options=options_from_proto(message.sampling),
         request_id=message.request_id,
         deadline_seconds=message.deadline_seconds if message.HasField("deadline_seconds") else None,
         tenant=message.tenant,
@@ -443,14 +416,25 @@ _MODE_TO_PROTO = {
 _MODE_FROM_PROTO: dict[int, Mode] = {value: mode for mode, value in _MODE_TO_PROTO.items()}
 
 
-def _options_to_proto(options: SamplingOptions) -> common_pb2.SamplingParams:
-    known = SamplingOptions.__annotations__
-    unknown = sorted(set(options) - set(known))
-    if unknown:
+# Lists of sampling options, with the largest number of entries of each.
+_LISTS = {
+    name: rule.most
+    for declared in (SamplingParams, SamplingOptions)
+    for name, (_, rule) in parameters_of(declared).items()
+    if rule.most is not None
+}
+
+
+def options_to_proto(
+    options: SamplingOptions, kind: type[common_pb2.SamplingParams] = common_pb2.SamplingParams
+) -> common_pb2.SamplingParams:
+    """Copies sampling options to the fields of the same names of a new message of class `kind`."""
+    message = kind()
+    known = kind.DESCRIPTOR.fields_by_name
+    if unknown := sorted(set(options) - set(known)):
         raise InvalidRequestError(
             f"unknown sampling option {', '.join(unknown)}; known are {', '.join(known)}"
         )
-    message = common_pb2.SamplingParams()
     for name, value in options.items():
         if value is None:
             continue
@@ -460,7 +444,7 @@ def _options_to_proto(options: SamplingOptions) -> common_pb2.SamplingParams:
                 message.logit_bias.extend(
                     common_pb2.LogitBias(token_id=token_id, bias=bias) for token_id, bias in pairs
                 )
-            elif name in _REPEATED:
+            elif name in _LISTS:
                 values = (value,) if isinstance(value, str) and value else value
                 getattr(message, name).extend(values or ())
             elif name == "grammar":
@@ -469,17 +453,18 @@ def _options_to_proto(options: SamplingOptions) -> common_pb2.SamplingParams:
                 setattr(message, name, value)
         except (TypeError, ValueError, OverflowError) as error:
             raise InvalidRequestError(
-                f"{name}={_short(value)} cannot be sent: {error}; it must be {known[name]}"
+                f"{name}={_short(value)} cannot be sent: {error}; it must be of the type of the"
+                " field in common.proto"
             ) from None
     return message
 
 
-def _options_from_proto(message: common_pb2.SamplingParams) -> SamplingOptions:
-    at_most("logit_bias", len(message.logit_bias), MAX_LOGIT_BIAS)
-    for name, most in _REPEATED.items():
+def options_from_proto(message: common_pb2.SamplingParams) -> SamplingOptions:
+    for name, most in _LISTS.items():
         at_most(name, len(getattr(message, name)), most)
-    options = {name: getattr(message, name) for name in _SCALARS if message.HasField(name)}
-    options |= {name: tuple(got) for name in _REPEATED if (got := getattr(message, name))}
+    options: dict[str, Any] = {}
+    for field, value in message.ListFields():
+        options[field.name] = tuple(value) if field.name in _LISTS else value
     if message.logit_bias:
         options["logit_bias"] = tuple((entry.token_id, entry.bias) for entry in message.logit_bias)
     if message.HasField("grammar"):

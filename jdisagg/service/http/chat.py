@@ -9,33 +9,27 @@ from typing import Literal, NamedTuple, get_args
 import msgspec
 
 from jdisagg.chat.images import ChatImage, image_of_url, stated_image
-from jdisagg.chat.messages import (
-    MAX_TOOLS,
-    ChatMessage,
-    ChatPrompt,
-    ChatTool,
-    Content,
-    ToolCall,
-    ToolChoice,
-)
+from jdisagg.chat.messages import ChatMessage, ChatPrompt, ChatTool, Content, ToolCall, ToolChoice
 from jdisagg.errors import InvalidRequestError
-from jdisagg.service.grpc.wire_chat import MAX_MESSAGES
+from jdisagg.service.http.bodies import (
+    Called,
+    Function,
+    MessageFields,
+    Reasoning,
+    Template,
+    TemplateArguments,
+)
 from jdisagg.service.http.fields import (
     ANYTHING,
-    PLAIN_OBJECT,
-    SCHEMA_OBJECT,
     TEXT,
-    TEXT_OR_JSON,
     YES,
     FieldKind,
     Fields,
+    Refused,
     begins,
     shown,
 )
 
-_REFUSED: dict[str, tuple[tuple[object, ...], str]] = {
-    "audio": (([],), "only text is supported; put it into content")
-}
 _CHOICES = {choice.value: choice for choice in ToolChoice}
 _CHOICES["any"] = ToolChoice.REQUIRED  # the name in other APIs
 _NAMED_KINDS = ("function", "tool")
@@ -44,12 +38,8 @@ _TextKind = Literal["text", "input_text", "output_text"]
 # Types of text parts, with the field of each that contains its text.
 _TEXT_FIELDS = {**dict.fromkeys(get_args(_TextKind), "text"), "refusal": "refusal"}
 _IMAGE_KINDS = ("image_url", "input_image", "image")
-_REFUSED_OF_IMAGES: dict[str, tuple[tuple[object, ...], str]] = {
+_REFUSED_OF_IMAGES: Refused = {
     "file_id": ((), "the server keeps no files; send the image itself as a data: URL")
-}
-_REFUSED_OF_REASONING: dict[str, tuple[tuple[object, ...], str]] = {
-    "max_tokens": ((0,), "limit the whole answer with max_tokens"),
-    "exclude": ((False,), "leave reasoning_content out of the reply yourself"),
 }
 _THOUGHT_KINDS = ("thinking", "reasoning", "reasoning_text")
 # Variables of chat templates that switch reasoning on and off, and the values of a client's field
@@ -60,33 +50,27 @@ _THINKING = {"enabled": True, "disabled": False, "adaptive": None, "auto": None}
 _ROLES = {"developer": "system", "function": "tool"}
 
 
-_DOCUMENTS = FieldKind("a list of objects", msgspec.json.Decoder(list[dict[str, object]]).decode)
-
-
 def chat_prompt(fields: Fields) -> ChatPrompt:
-    messages = fields.parts("messages", MAX_MESSAGES)
-    if messages is None:
-        raise InvalidRequestError("messages is missing: send a list of objects")
-    goes_on = bool(fields.read("continue_final_message", YES))
-    answers = fields.read("add_generation_prompt", YES)
-    reasoning = fields.part("reasoning")  # OpenRouter's field
-    reasoning.refuse(_REFUSED_OF_REASONING)
-    effort = fields.read("reasoning_effort", TEXT) or reasoning.read("effort", TEXT)
-    arguments = template_arguments(fields, effort)
-    if (thinks := reasoning.read("enabled", YES)) is not None:
+    asked = fields.fill(Template)
+    goes_on, answers = asked.continue_final_message, asked.add_generation_prompt
+    reasoning = asked.reasoning or Reasoning()
+    arguments = template_arguments(fields, asked.reasoning_effort or reasoning.effort)
+    if asked.reasoning_effort and reasoning.effort is not None:
+        fields.leave_out("reasoning.effort")
+    if (thinks := reasoning.enabled) is not None:
         arguments = dict.fromkeys(_SWITCHES, thinks) | arguments
-    if (documents := fields.read("documents", _DOCUMENTS)) is not None:
-        arguments.setdefault("documents", documents)
-    several = fields.read("parallel_tool_calls", YES)
-    offered = offered_tools(fields)
+    if asked.documents is not None:
+        arguments.setdefault("documents", asked.documents)
+    tools = tuple(map(chat_tool, asked.tools))
+    offered = chosen_tools(fields, tools, nested=True)
     return ChatPrompt(
-        tuple(map(chat_message, messages)),
+        tuple(map(chat_message, asked.messages)),
         add_generation_prompt=not goes_on if answers is None else answers,
         continue_final_message=goes_on,
         arguments=arguments,
         tools=offered.tools,
         tool_choice=offered.choice,
-        parallel_tool_calls=several is not False,
+        parallel_tool_calls=asked.parallel_tool_calls,
         tool_name=offered.name,
     )
 
@@ -98,9 +82,13 @@ def template_arguments(
     of the request that enable reasoning. `effort` is the reasoning effort that the client requests,
     or None. `adaptive` is whether `thinking` of the type adaptive enables reasoning, or None if the
     template decides."""
-    arguments = dict(fields.read("chat_template_kwargs", PLAIN_OBJECT) or {})
-    thinks = fields.read("enable_thinking", YES)
-    for given in (thinks, _thinking(fields, adaptive), False if effort == "none" else None):
+    asked = fields.fill(TemplateArguments)
+    arguments = dict(asked.chat_template_kwargs)
+    for given in (
+        asked.enable_thinking,
+        _thinking(fields, adaptive),
+        False if effort == "none" else None,
+    ):
         for name in _SWITCHES if isinstance(given, bool) else ():
             arguments.setdefault(name, given)
     if effort:
@@ -124,21 +112,20 @@ def _thinking(fields: Fields, adaptive: bool | None) -> bool | None:
 def chat_message(message: Fields) -> ChatMessage:
     """Reads one message. Text parts stay separate, because some chat templates render each part
     separately."""
-    role = message.given("role", TEXT)
-    message.refuse(_REFUSED)
+    given = message.fill(MessageFields)
     content, thoughts = _content_of(message)
     for name in ("reasoning_content", "reasoning"):
         thoughts = thoughts or text_of(message, name)
-    calls = list(map(_call, message.parts("tool_calls") or ()))
-    if (called := message.part("function_call")).names:  # OpenAI's older field
-        calls.append(_function_call(called, ""))
+    calls = list(map(_call, given.tool_calls))
+    if (called := given.function_call) is not None:  # OpenAI's older field
+        calls.append(ToolCall(called.name, called.arguments, ""))
     return ChatMessage(
-        _ROLES.get(role, role),
+        _ROLES.get(given.role, given.role),
         content,
         reasoning=thoughts,
         tool_calls=tuple(calls),
-        tool_call_id=message.read("tool_call_id", TEXT) or "",
-        name=message.read("name", TEXT) or "",
+        tool_call_id=given.tool_call_id,
+        name=given.name,
     )
 
 
@@ -234,12 +221,8 @@ def _part(part: Fields, kind: str, images: bool) -> str:
 
 def _call(call: Fields) -> ToolCall:
     _check_kind(call)
-    return _function_call(call.part("function"), call.read("id", TEXT) or "")
-
-
-def _function_call(function: Fields, call_id: str) -> ToolCall:
-    arguments = function.read("arguments", TEXT_OR_JSON) or ""
-    return ToolCall(function.given("name", TEXT), arguments, call_id)
+    called = call.part("function").fill(Called)
+    return ToolCall(called.name, called.arguments, call.read("id", TEXT) or "")
 
 
 class OfferedTools(NamedTuple):
@@ -252,11 +235,6 @@ class OfferedTools(NamedTuple):
     tools: tuple[ChatTool, ...]
     choice: ToolChoice
     name: str
-
-
-def offered_tools(fields: Fields) -> OfferedTools:
-    tools = tuple(map(chat_tool, fields.parts("tools", MAX_TOOLS) or ()))
-    return chosen_tools(fields, tools, nested=True)
 
 
 def chosen_tools(fields: Fields, tools: tuple[ChatTool, ...], *, nested: bool) -> OfferedTools:
@@ -334,13 +312,13 @@ def _function(tool: Fields, nested: bool) -> Fields:
 def chat_tool(tool: Fields, *, nested: bool = True, namespace: str = "") -> ChatTool:
     """Reads one tool, which must be a function."""
     _check_kind(tool)
-    function = _function(tool, nested)
+    given = _function(tool, nested).fill(Function)
     return ChatTool(
-        joined_name(namespace, function.given("name", TEXT)),
-        function.read("description", TEXT) or "",
-        function.read("parameters", SCHEMA_OBJECT),
-        function.read("return", PLAIN_OBJECT),
-        strict=bool(function.read("strict", YES)),
+        joined_name(namespace, given.name),
+        given.description,
+        given.parameters,
+        given.returns,
+        strict=given.strict,
     )
 
 

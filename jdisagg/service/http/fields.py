@@ -1,17 +1,22 @@
-"""Reads the fields of a client's JSON object by name and type.
+"""Reads a client's JSON object into a form: a struct whose fields have the names and types of the
+object's fields.
 
     fields = Fields.of(body)
-    temperature = fields.read("temperature", NUMBER)
+    asked = fields.fill(Completion)
 
-A wrong type raises an InvalidRequestError with the field, the expected type and the value. A null
-field counts as absent. `unread` lists the fields that no code has read. A field is decoded only
-when it is read, so that an unused field costs almost nothing."""
+A wrong type raises an InvalidRequestError with the path of the field, the expected type and the
+value. A null field counts as absent. `unread` lists the fields that no form has and no code has
+read. A part whose form depends on its content is a `Fields` of its own, which code reads by name.
+The API's description (`openapi`) shows the same forms."""
 
 import codecs
-from collections.abc import Callable, Collection, Mapping, Sequence
+import functools
+import operator
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from decimal import Decimal
-from typing import Generic, TypeVar
+from types import NoneType
+from typing import Annotated, Any, ClassVar, Generic, NamedTuple, TypeVar, get_args, get_origin
 
 import msgspec
 
@@ -24,6 +29,9 @@ SHOWN_CHARACTERS = 80
 # Decoding larger objects would delay other requests.
 MAX_FIELDS = 1024
 MAX_PARTS = 16_384
+
+# For each unsupported field, the values without effect, and the advice in the error for others.
+Refused = Mapping[str, tuple[Collection[object], str]]
 
 _object = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _any = msgspec.json.Decoder()
@@ -89,22 +97,49 @@ _integer = msgspec.json.Decoder(int, strict=False).decode
 _number = msgspec.json.Decoder(float, strict=False).decode
 
 INTEGER = FieldKind("an integer", _whole)
-NUMBER = FieldKind("a number", _number)
 YES = FieldKind("true or false", _yes)
 TEXT_OR_JSON = FieldKind("a string", _text_or_json)
 TEXT = FieldKind("a string", msgspec.json.Decoder(str).decode)
-TEXTS = FieldKind("a string or a list of strings", msgspec.json.Decoder(str | list[str]).decode)
-INTEGERS = FieldKind("a list of integers", msgspec.json.Decoder(list[int], strict=False).decode)
-BIASES = FieldKind("an object of token ids and numbers", _object_of(dict[int, float]))
 OBJECT = FieldKind("an object", _object_of(dict[str, msgspec.Raw]))
-PLAIN_OBJECT = FieldKind("an object", _object_of(dict[str, object]))
 SCHEMA_OBJECT = FieldKind(
     "a JSON schema whose numbers fit into 64-bit floats",
     _object_of(dict[str, object], _exact_float),
 )
-_RULE_OF_PARTS = "a list of objects"
-_LIST = FieldKind(_RULE_OF_PARTS, msgspec.json.Decoder(list[msgspec.Raw]).decode)
+_LIST = FieldKind("a list of objects", msgspec.json.Decoder(list[msgspec.Raw]).decode)
 ANYTHING: FieldKind[object] = FieldKind("JSON", _any.decode)
+# Annotates a field of a form that code reads by name, because its form depends on its content.
+BY_HAND: FieldKind[msgspec.Raw] = FieldKind("JSON", lambda raw: raw)
+_KINDS: dict[object, FieldKind[Any]] = {
+    int: INTEGER,
+    float: FieldKind("a number", _number),
+    bool: YES,
+    str: TEXT,
+    str | list[str]: FieldKind(
+        "a string or a list of strings", msgspec.json.Decoder(str | list[str]).decode
+    ),
+    list[str]: FieldKind("a list of strings", msgspec.json.Decoder(list[str]).decode),
+    list[int]: FieldKind(
+        "a list of integers", msgspec.json.Decoder(list[int], strict=False).decode
+    ),
+    dict[int, float]: FieldKind("an object of token ids and numbers", _object_of(dict[int, float])),
+    dict[str, object]: FieldKind("an object", _object_of(dict[str, object])),
+}
+
+
+class Form(msgspec.Struct):
+    """Fields of a JSON object. A field that a `FieldKind` annotates is decoded by it. A nested form
+    without any field counts as absent.
+
+    Attributes:
+        refused: Fields that are not supported.
+        ignored: Fields that have no meaning in jdisagg.
+    """
+
+    refused: ClassVar[Refused] = {}
+    ignored: ClassVar[Collection[str]] = ()
+
+
+F = TypeVar("F", bound=Form)
 
 
 class Fields:
@@ -185,6 +220,26 @@ class Fields:
             self._parts[name] = Fields(self.read(name, OBJECT) or {}, path)
         return self._parts[name]
 
+    def fill(self, form: type[F]) -> F:
+        """Reads all fields of a form. Raises InvalidRequestError for a wrong type, a missing field,
+        or a field that the form refuses."""
+        if form.refused:
+            self.refuse(form.refused)
+        self._read.update(form.ignored)
+        readers, required = _readers(form)
+        values: dict[str, Any] = {}
+        for name, raw in self._raw.items():
+            if (reader := readers.get(name)) is not None:
+                self._read.add(name)
+                absent = memoryview(raw) == b"null"
+                if not absent and (value := reader.read(self, name)) is not None:
+                    values[reader.attribute] = value
+        for name in required:
+            if readers[name].attribute not in values:
+                rule = readers[name].rule
+                raise InvalidRequestError(f"{self._path}{name} is missing: send {rule}")
+        return form(**values)
+
     def parts(
         self, name: str, most: int = MAX_PARTS, text_field: str = ""
     ) -> "list[Fields] | None":
@@ -202,14 +257,13 @@ class Fields:
             ]
         except (msgspec.MsgspecError, RecursionError):
             raise InvalidRequestError(
-                f"{self._path}{name} must be {_RULE_OF_PARTS}, got {shown(self._raw[name])}"
+                f"{self._path}{name} must be {_LIST.rule}, got {shown(self._raw[name])}"
             ) from None
         return [Fields(one, f"{self._path}{name}[{at}].") for at, one in enumerate(objects)]
 
-    def refuse(self, refused: Mapping[str, tuple[Collection[object], str]]) -> None:
+    def refuse(self, refused: Refused) -> None:
         """Raises InvalidRequestError if the object has an unsupported field. A field whose value
-        has no effect is accepted. `refused`: for each unsupported field, the values without effect,
-        and the advice in the error for other values."""
+        has no effect is accepted."""
         for name in self._raw.keys() & refused.keys():
             neutral, remedy = refused[name]
             if self.has(name) and self.read(name, ANYTHING) not in neutral:
@@ -232,10 +286,40 @@ class Fields:
         return own + inner + self._left_out
 
 
-def either(fields: Fields, names: Sequence[str], kind: FieldKind[T]) -> T | None:
-    """The types of all fields are checked."""
-    given = [fields.read(name, kind) for name in names]
-    return next((value for value in given if value is not None), None)
+class _Reader(NamedTuple):
+    attribute: str
+    read: Callable[[Fields, str], object]
+    rule: str
+
+
+@functools.cache
+def _readers(form: type[Form]) -> tuple[dict[str, _Reader], list[str]]:
+    """Returns the reader of each field, and the names of required fields."""
+    fields = msgspec.structs.fields(form)
+    readers = {one.encode_name: _Reader(one.name, *_reader(one.type)) for one in fields}
+    return readers, [one.encode_name for one in fields if one.required]
+
+
+def _reader(hint: Any) -> tuple[Callable[[Fields, str], object], str]:
+    kinds, marks = [one for one in get_args(hint) if one is not NoneType], ()
+    if NoneType in get_args(hint):
+        hint = functools.reduce(operator.or_, kinds)
+    if get_origin(hint) is Annotated:
+        hint, *marks = get_args(hint)
+    for kind in (*marks, _KINDS.get(hint)):
+        if isinstance(kind, FieldKind):
+            return lambda fields, name: fields.read(name, kind), kind.rule
+    if hint is Fields:
+        return Fields.part, OBJECT.rule
+    if hint == list[Fields]:
+        (most,) = [one.max_length for one in marks] or [MAX_PARTS]
+        return lambda fields, name: fields.parts(name, most), _LIST.rule
+
+    def filled(fields: Fields, name: str) -> object:
+        part = fields.part(name)
+        return part.fill(hint) if part.names else None
+
+    return filled, OBJECT.rule
 
 
 def begins(raw: msgspec.Raw, mark: bytes) -> bool:

@@ -87,16 +87,16 @@ class HttpGeneration:
         """Replies with the prompt and the sampling parameters that a request of
         /v1/chat/completions would have."""
         fields, asked = await self._read(exchange, chat_from)
-        check_model(asked.model, self._frontend)
+        check_model(asked.sent.model, self._frontend)
         with named_as_sent(fields):
-            built = await self._build(asked, asked.prompts[0], asked.request_id)
+            built = await self._build(asked, asked.prompts[0], asked.sent.name)
         text = await self._frontend.detokenize(built.prompt_token_ids, False)
         sampling = dataclasses.asdict(built.sampling)
         if asked.options.get("seed") is None:
             sampling["seed"] = None  # drawn anew for every request
         shown = {
             "object": "chat.completion.render",
-            "model": asked.model or self._frontend.model.name,
+            "model": asked.sent.model or self._frontend.model.name,
             "prompt": text,
             "prompt_token_ids": built.prompt_token_ids,
             "max_model_len": self._frontend.model.context_tokens,
@@ -122,9 +122,9 @@ class HttpGeneration:
     ) -> None:
         with self._log.request("", "") as record:
             fields, asked = await self._read(exchange, read)
-            request_id = asked.request_id or _request_id(exchange)
+            request_id = asked.sent.name or _request_id(exchange)
             exchange.reply_headers += [(name, _header(request_id)) for name in kind.id_headers]
-            check_model(asked.model, self._frontend)
+            check_model(asked.sent.model, self._frontend)
             if "last-event-id" in exchange.headers and not asked.resumed:
                 raise InvalidRequestError(
                     "last-event-id needs the field resumption, with the ids of all events that"
@@ -137,7 +137,7 @@ class HttpGeneration:
                 heading = Heading(
                     prefix + request_id,
                     int(time.time()),
-                    asked.model or model.name,
+                    asked.sent.model or model.name,
                     model.version or None,
                     {**asked.told, **_sampled(runs[0].sampling)},
                     asked.keep,
@@ -147,10 +147,12 @@ class HttpGeneration:
                     self._frontend.token_bytes,
                     skip_special_tokens=runs[0].sampling.skip_special_tokens,
                 )
-                pieces = Pieces(self._frontend.piece, given, self._pieces, asked.tokens_as_ids)
-                reply = kind(heading, asked.streaming, pieces, asked.token_ids)
+                pieces = Pieces(
+                    self._frontend.piece, given, self._pieces, asked.sent.return_tokens_as_token_ids
+                )
+                reply = kind(heading, asked.sent.streaming, pieces, asked.sent.return_token_ids)
                 reply.begin()
-                if asked.streaming:
+                if asked.sent.stream:
                     await _stream(exchange, reply, runs, asked.resumed is not None)
                 else:
                     await _whole(exchange, reply, runs)
@@ -170,8 +172,8 @@ class HttpGeneration:
         for number, prompt in enumerate(asked.prompts):
             own_id = f"{request_id}-{number}" if number else request_id
             if number:
-                record = records.enter_context(self._log.request(own_id, asked.tenant))
-            record.tenant = asked.tenant
+                record = records.enter_context(self._log.request(own_id, asked.sent.tenant))
+            record.tenant = asked.sent.tenant
             built = await self._build(asked, prompt, own_id)
             record.built(built)
             numbers += prompt_numbers(len(built.prompt_token_ids), built.sampling)
@@ -187,11 +189,11 @@ class HttpGeneration:
         return await self._frontend.build_request(
             prompt,
             request_id=request_id,
-            deadline_seconds=asked.deadline_seconds,
-            tenant=asked.tenant,
-            priority=asked.priority,
-            cache_salt=asked.cache_salt,
-            model=asked.model,
+            deadline_seconds=asked.sent.deadline_seconds,
+            tenant=asked.sent.tenant,
+            priority=asked.sent.priority,
+            cache_salt=asked.sent.salt,
+            model=asked.sent.model,
             within_context=asked.within_context,
             resumption=asked.resumed and asked.resumed.resumption,
             life=asked.resumed.life if asked.resumed else 0,

@@ -16,11 +16,12 @@ from jdisagg.errors import InvalidRequestError
 from jdisagg.grammar.json_blanks import without
 from jdisagg.grammar.structural_tags import structural_lark
 from jdisagg.request import Grammar, GrammarKind
-from jdisagg.service.http.fields import ANYTHING, TEXT, YES, FieldKind, Fields, begins
+from jdisagg.service.http.bodies import GUIDED, SCHEMA, Guided, Restriction, Structured
+from jdisagg.service.http.fields import ANYTHING, TEXT, YES, Fields, begins
 
 RESPONSE_FORMAT, STRUCTURED_OUTPUTS = "response_format", "structured_outputs"
 RESPONSE_TEXT, MESSAGE_OUTPUT, OLD_MESSAGE_OUTPUT = "text", "output_config", "output_format"
-_GUIDED = tuple(f"guided_{name}" for name in ("json", "regex", "choice", "grammar"))
+_GUIDED = tuple(f"{GUIDED}{name}" for name in ("json", "regex", "choice", "grammar"))
 _FIELDS = (RESPONSE_FORMAT, STRUCTURED_OUTPUTS, *_GUIDED, "regex", "json_schema", "ebnf")
 # Fields that set an option of another name. The first that was sent is named in errors.
 _SENT_AS = {
@@ -35,28 +36,7 @@ _SENT_AS = {
 _FORMATS = "text, json_object, json_schema or structural_tag"
 
 
-def _schema(raw: msgspec.Raw) -> str:
-    """Decodes a JSON schema, which some clients send as a string that contains JSON."""
-    given = bytes(raw)
-    if given.startswith(b'"'):
-        return _text(raw)
-    if not given.startswith((b"{", b"true", b"false")):
-        raise msgspec.ValidationError
-    return given.decode()
-
-
-def _structural(raw: msgspec.Raw) -> Mapping[str, object]:
-    """Decodes a structural tag, which vLLM's clients send as a string that contains JSON."""
-    given = bytes(raw)
-    return _plain_object(_text(raw) if given.startswith(b'"') else given)
-
-
-_text = msgspec.json.Decoder(str).decode
-_plain_object = msgspec.json.Decoder(dict[str, object]).decode
-_SCHEMA = FieldKind("a JSON schema", _schema)
-_TAG: FieldKind[Mapping[str, object]] = FieldKind("a structural tag", _structural)
 _STRUCTURAL = ("structures", "triggers", "format")
-_CHOICES = FieldKind("a list of strings", msgspec.json.Decoder(list[str]).decode)
 # Kinds by their name in `structured_outputs`, and by their name after `guided_`.
 _KINDS = {"json": GrammarKind.JSON_SCHEMA, "regex": GrammarKind.REGEX, "grammar": GrammarKind.LARK}
 # SGLang's fields in addition to `response_format`. Grammars of SGLang and vLLM may be in EBNF.
@@ -66,23 +46,21 @@ _OF_SGLANG = {
     "ebnf": GrammarKind.LARK,
 }
 _LONGEST_EBNF = 16 << 10
-_REFUSED: dict[str, tuple[tuple[object, ...], str]] = {
-    "whitespace_pattern": ((), "the model chooses the whitespace within JSON"),
-    "disable_additional_properties": ((False,), "write additionalProperties into the schema"),
-}
 
 
 def grammar_from(fields: Fields) -> Grammar | None:
     """Returns None if no field sets one. Raises InvalidRequestError if a field is invalid, or if
     two fields set a grammar."""
     with named_as_sent(fields):
+        given = fields.fill(Restriction)
+        nested = given.structured_outputs or Structured()
         found = {
             RESPONSE_FORMAT: _of_format(fields.part(RESPONSE_FORMAT), nested=True),
-            STRUCTURED_OUTPUTS: _of_structured(fields.part(STRUCTURED_OUTPUTS), ""),
-            "guided_": _of_structured(fields, "guided_"),
+            STRUCTURED_OUTPUTS: _of_structured(nested, f"{STRUCTURED_OUTPUTS}."),
+            GUIDED: _of_structured(_guided(fields), GUIDED),
         }
         for name, kind in _OF_SGLANG.items():
-            text = fields.read(name, _SCHEMA if name == "json_schema" else TEXT)
+            text = getattr(given, name)
             found[name] = None if text is None else _of_text(kind, text)
     asked = [(name, grammar) for name, grammar in found.items() if grammar is not None]
     if len(asked) > 1:
@@ -147,7 +125,7 @@ def _of_format(format: Fields, *, nested: bool) -> Grammar | None:
     if kind == "text":
         return None
     if kind == "json_object":
-        schema = format.read("schema", _SCHEMA)  # as in llama.cpp and others
+        schema = format.read("schema", SCHEMA)  # as in llama.cpp and others
         return Grammar(
             GrammarKind.JSON_OBJECT if schema is None else GrammarKind.JSON_SCHEMA, schema or ""
         )
@@ -155,34 +133,33 @@ def _of_format(format: Fields, *, nested: bool) -> Grammar | None:
         part = format.part("json_schema") if nested and not format.has("schema") else format
         # `strict` has no effect, because answers always follow the schema.
         part.ignore("name", "description", "strict")
-        return Grammar(GrammarKind.JSON_SCHEMA, part.given("schema", _SCHEMA))
+        return Grammar(GrammarKind.JSON_SCHEMA, part.given("schema", SCHEMA))
     if kind == "structural_tag":
         parts = {name: format.read(name, ANYTHING) for name in _STRUCTURAL if format.has(name)}
         return _of_tag(parts, format.path)
     raise InvalidRequestError(f"{format.path}type must be {_FORMATS}, got {kind[:80]!r}")
 
 
-def _of_structured(fields: Fields, prefix: str) -> Grammar | None:
-    fields.refuse({prefix + name: rule for name, rule in _REFUSED.items()})
-    found: list[Grammar] = []
-    for name, kind in _KINDS.items():
-        text = fields.read(prefix + name, _SCHEMA if name == "json" else TEXT)
-        if text is not None:
-            found.append(_of_text(kind, text))
-    choices = fields.read(f"{prefix}choice", _CHOICES)
-    if choices is not None:
-        found.append(Grammar.of_choices(choices))
-    if fields.read(f"{prefix}json_object", YES):
+def _guided(fields: Fields) -> Structured:
+    given = msgspec.structs.asdict(fields.fill(Guided))
+    return Structured(**{name.removeprefix(GUIDED): value for name, value in given.items()})
+
+
+def _of_structured(given: Structured, path: str) -> Grammar | None:
+    texts = {name: getattr(given, name) for name in _KINDS}
+    found = [_of_text(_KINDS[name], text) for name, text in texts.items() if text is not None]
+    if given.choice is not None:
+        found.append(Grammar.of_choices(given.choice))
+    if given.json_object:
         found.append(Grammar(GrammarKind.JSON_OBJECT))
-    if (tag := fields.read(f"{prefix}structural_tag", _TAG)) is not None:
-        found.append(_of_tag(tag, f"{fields.path}structural_tag."))
-    if fields.read(f"{prefix}disable_any_whitespace", YES):
+    if given.structural_tag is not None:
+        found.append(_of_tag(given.structural_tag, f"{path}structural_tag."))
+    if given.disable_any_whitespace:
         found = [_without_blanks(grammar) for grammar in found]
     if len(found) > 1:
         kinds = " and ".join(grammar.kind.value for grammar in found)
         raise InvalidRequestError(
-            f"{fields.path}{prefix}* restricts the answer in {len(found)} ways: {kinds}; send one"
-            " of them"
+            f"{path}* restricts the answer in {len(found)} ways: {kinds}; send one of them"
         )
     return found[0] if found else None
 

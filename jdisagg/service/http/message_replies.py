@@ -11,8 +11,8 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from jdisagg.request import FinishReason, StreamEvent, ToolCallDelta, Usage
+from jdisagg.service.http.bodies import StreamOptions
 from jdisagg.service.http.replies import Heading, Json, Reply, ReplyChoice
-from jdisagg.service.http.requests import Streaming
 from jdisagg.service.http.token_texts import Pieces
 
 _encode = msgspec.json.encode
@@ -33,7 +33,7 @@ class MessageReply(Reply):
     waiting = b'event: ping\ndata: {"type":"ping"}\n\n'
 
     def __init__(
-        self, heading: Heading, streaming: Streaming | None, pieces: Pieces, token_ids: bool
+        self, heading: Heading, streaming: StreamOptions | None, pieces: Pieces, token_ids: bool
     ) -> None:
         super().__init__(heading, streaming, pieces, token_ids)
         self._most_tokens = int(str(heading.told["max_tokens"]))

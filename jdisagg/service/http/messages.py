@@ -8,40 +8,15 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 from jdisagg.chat.images import ChatImage
-from jdisagg.chat.messages import (
-    MAX_TOOLS,
-    ChatMessage,
-    ChatPrompt,
-    ChatTool,
-    Content,
-    ToolCall,
-    ToolChoice,
-)
+from jdisagg.chat.messages import ChatMessage, ChatPrompt, ChatTool, Content, ToolCall, ToolChoice
 from jdisagg.errors import InvalidRequestError
-from jdisagg.service.grpc.wire_chat import MAX_MESSAGES
+from jdisagg.service.http.bodies import MessagesFields, MessagesPrompt, MessagesTool
 from jdisagg.service.http.chat import OfferedTools, image_part, template_arguments, without_hosted
-from jdisagg.service.http.fields import (
-    INTEGER,
-    SCHEMA_OBJECT,
-    TEXT,
-    TEXT_OR_JSON,
-    TEXTS,
-    YES,
-    Fields,
-    begins,
-)
+from jdisagg.service.http.fields import INTEGER, TEXT, TEXT_OR_JSON, YES, Fields, begins
 from jdisagg.service.http.grammar import MESSAGE_OUTPUT, grammar_of_message
 from jdisagg.service.http.past_calls import is_past, past_text
 from jdisagg.service.http.requests import Asked, asked_from, sampling_options
 
-_REFUSED: dict[str, tuple[tuple[object, ...], str]] = {
-    "n": ((1,), "send several requests"),
-    "prompt_logprobs": ((), "use /v1/chat/completions"),
-    "resumption": ((), "use /v1/chat/completions"),
-    "mcp_servers": (([],), "call the servers' tools yourself and send them as tools"),
-    "container": ((), "the server runs no code"),
-}
-_WITHOUT_MEANING = ("cache_control", "diagnostics", "inference_geo", "speed", "user_profile_id")
 # Prefixes of the types of hosted tools, which Anthropic's servers run.
 _HOSTED = ("web_search", "web_fetch", "code_execution", "tool_search", "mcp_toolset", "advisor")
 _CHOICES = {"auto": ToolChoice.AUTO, "any": ToolChoice.REQUIRED, "none": ToolChoice.NONE}
@@ -50,32 +25,26 @@ _KINDS = "text, image, document, search_result, thinking, tool_use or tool_resul
 
 def message_from(fields: Fields) -> Asked:
     """Raises InvalidRequestError, which names the invalid field."""
-    most = fields.given("max_tokens", INTEGER)
-    options = sampling_options(fields)
-    fields.refuse(_REFUSED)
-    fields.ignore(*_WITHOUT_MEANING)
-    stops = options.get("stop"), fields.read("stop_sequences", TEXTS)
+    own, options = fields.fill(MessagesFields), sampling_options(fields)
+    stops = options.get("stop"), own.stop_sequences
     texts = [[one] if isinstance(one, str) else [*one] for one in stops if one is not None]
     options["stop"] = sum(texts, list[str]()) if texts else None
-    options["max_tokens"] = most or 1
+    options["max_tokens"] = own.max_tokens or 1
     options["grammar"] = grammar_of_message(fields) or options.get("grammar")
     asked = asked_from(fields, (message_prompt(fields),), options)
     # With max_tokens 0 the request only fills the prefix cache. One token is generated and omitted.
-    told = {"max_tokens": most}
-    return replace(asked, answerless=most == 0, told=told, within_context=True)
+    told = {"max_tokens": own.max_tokens}
+    return replace(asked, answerless=own.max_tokens == 0, told=told, within_context=True)
 
 
 def message_prompt(fields: Fields) -> ChatPrompt:
     """Reads the chat of a request: messages, tools and template options. If the last message is an
     assistant message with text and without tool calls, the answer continues this message."""
-    messages: list[ChatMessage] = []
+    asked, messages = fields.fill(MessagesPrompt), list[ChatMessage]()
     if system := _text(fields, "system"):
         messages.append(ChatMessage("system", system))
-    given = fields.parts("messages", MAX_MESSAGES)
-    if given is None:
-        raise InvalidRequestError("messages is missing: send a list of objects")
     left_out: list[str] = []
-    for one in given:
+    for one in asked.messages:
         for message in _messages(one, left_out):
             _add(messages, message)
     fields.leave_out(*(f"messages.{kind}" for kind in dict.fromkeys(left_out)))
@@ -83,7 +52,7 @@ def message_prompt(fields: Fields) -> ChatPrompt:
     goes_on = last is not None and last.role == "assistant" and bool(last.text)
     goes_on = goes_on and last is not None and not last.tool_calls
     _edit(messages, fields.part("context_management"))
-    offered, several = _offered(fields)
+    offered, several = _offered(fields, asked.tools)
     fields.part("thinking").ignore("budget_tokens", "display")
     effort = fields.part(MESSAGE_OUTPUT).read("effort", TEXT)
     return ChatPrompt(
@@ -267,8 +236,7 @@ def _block_text(block: Fields) -> str:
     return block.given("text", TEXT)
 
 
-def _offered(fields: Fields) -> tuple[OfferedTools, bool]:
-    given = fields.parts("tools", MAX_TOOLS) or []
+def _offered(fields: Fields, given: Sequence[Fields]) -> tuple[OfferedTools, bool]:
     tools = tuple(map(_tool, without_hosted(fields, given, _HOSTED)))
     choice = fields.part("tool_choice")
     several = choice.read("disable_parallel_tool_use", YES) is not True
@@ -290,9 +258,5 @@ def _tool(tool: Fields) -> ChatTool:
             f"{tool.path}type must be custom, got {kind[:80]!r}; the server runs no tools, and the"
             " model has no schemas of Anthropic's own tools"
         )
-    return ChatTool(
-        tool.given("name", TEXT),
-        tool.read("description", TEXT) or "",
-        tool.given("input_schema", SCHEMA_OBJECT),
-        strict=bool(tool.read("strict", YES)),
-    )
+    given = tool.fill(MessagesTool)
+    return ChatTool(given.name, given.description, given.input_schema, strict=given.strict)

@@ -12,7 +12,8 @@ import msgspec
 
 from jdisagg.prompt.logprobs import PromptLogprobs, PromptToken
 from jdisagg.request import FinishReason, StreamEvent, TokenLogprobs, ToolCallDelta, Usage
-from jdisagg.service.http.requests import OfPrompt, Streaming
+from jdisagg.service.http.bodies import StreamOptions
+from jdisagg.service.http.requests import OfPrompt
 from jdisagg.service.http.response_store import Keep
 from jdisagg.service.http.response_tools import SentTool
 from jdisagg.service.http.token_texts import Pieces, Placed, TextOfTokens
@@ -150,7 +151,7 @@ class Reply:
     waiting = WAITING  # SSE bytes that are sent while the request waits for its first token
 
     def __init__(
-        self, heading: Heading, streaming: Streaming | None, pieces: Pieces, token_ids: bool
+        self, heading: Heading, streaming: StreamOptions | None, pieces: Pieces, token_ids: bool
     ) -> None:
         self._pieces = pieces
         self._token_ids = token_ids
@@ -161,12 +162,12 @@ class Reply:
             "model": heading.model,
             "system_fingerprint": heading.version,
         }
-        streaming = streaming or Streaming()
-        self._says_usage = streaming.usage
-        self._continuous = streaming.usage and streaming.continuous_usage
+        streaming = streaming or StreamOptions()
+        self._says_usage = streaming.include_usage
+        self._continuous = streaming.include_usage and streaming.continuous_usage_stats
         self._start = b"data: " + _encode(self._heading)[:-1]
         self._choices = self._start + b',"choices":[{"index":'
-        self._end = b'}],"usage":null}\n\n' if streaming.usage else b"}]}\n\n"
+        self._end = b'}],"usage":null}\n\n' if streaming.include_usage else b"}]}\n\n"
         # The bytes after the text, for a chunk that has only text.
         self._plain = not token_ids and not self._continuous
         self._rest = b',"logprobs":null,"finish_reason":null' + self._end

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 import msgspec
 
 from jdisagg.request import FinishReason, StreamEvent, ToolCallDelta, Usage
+from jdisagg.service.http.bodies import StreamOptions
 from jdisagg.service.http.replies import ChatReply, Heading, Json, ReplyChoice, cached_of
-from jdisagg.service.http.requests import Streaming
 from jdisagg.service.http.response_tools import SentTool
 from jdisagg.service.http.token_texts import Pieces
 
@@ -31,7 +31,7 @@ class ResponseReply(ChatReply):
     _number = -1
 
     def __init__(
-        self, heading: Heading, streaming: Streaming | None, pieces: Pieces, token_ids: bool
+        self, heading: Heading, streaming: StreamOptions | None, pieces: Pieces, token_ids: bool
     ) -> None:
         super().__init__(heading, streaming, pieces, token_ids)
         self._told = heading.told

@@ -13,6 +13,7 @@ from jdisagg.chat.messages import MAX_TOOLS, ChatMessage, ChatPrompt, ToolCall
 from jdisagg.errors import InvalidRequestError
 from jdisagg.request import at_most
 from jdisagg.service.grpc.wire_chat import MAX_MESSAGES
+from jdisagg.service.http.bodies import REFUSED_WITHOUT_STORE, ResponseFields
 from jdisagg.service.http.chat import (
     OfferedTools,
     chat_message,
@@ -22,17 +23,7 @@ from jdisagg.service.http.chat import (
     template_arguments,
 )
 from jdisagg.service.http.errors import HttpRefusal
-from jdisagg.service.http.fields import (
-    ANYTHING,
-    INTEGER,
-    OBJECT,
-    TEXT,
-    TEXT_OR_JSON,
-    YES,
-    FieldKind,
-    Fields,
-    either,
-)
+from jdisagg.service.http.fields import ANYTHING, OBJECT, TEXT, TEXT_OR_JSON, YES, Fields
 from jdisagg.service.http.grammar import grammar_of_response
 from jdisagg.service.http.past_calls import is_past, past_text
 from jdisagg.service.http.requests import Asked, asked_from, most_tokens, sampling_options
@@ -43,15 +34,9 @@ from jdisagg.service.http.response_tools import (
     shown_tools,
     text_arguments,
 )
-from jdisagg.service.http.unsupported import REFUSED_OF_RESPONSES
 
 LOGPROBS = "message.output_text.logprobs"
 
-_INPUT = FieldKind(
-    "a string or a list of messages",
-    msgspec.json.Decoder(str | list[dict[str, msgspec.Raw]]).decode,
-)
-_NAMES = FieldKind("a list of strings", msgspec.json.Decoder(list[str]).decode)
 _raw_items = msgspec.json.Decoder(list[msgspec.Raw]).decode
 # Fields of the request that a response repeats.
 _TOLD = (
@@ -62,21 +47,6 @@ _TOLD = (
 _TOLD_PARTS: dict[str, dict[str, object]] = {
     "text": {"format": {"type": "text"}},
     "reasoning": {"effort": None, "summary": None},
-}
-_STATELESS = "the server stores no responses; send the whole conversation as input"
-_OF_STORES: dict[str, tuple[tuple[object, ...], str]] = {
-    "previous_response_id": ((), _STATELESS),
-    "background": ((False,), "wait for the reply"),
-}
-_REFUSED: dict[str, tuple[tuple[object, ...], str]] = {
-    "conversation": ((), "send the conversation as input, or previous_response_id"),
-    "prompt": ((), "send the prompt's text as input"),
-    "prompt_logprobs": ((), "use /v1/chat/completions"),
-    "resumption": ((), "use /v1/chat/completions"),
-    # Both values have the same effect: an input that is too long is rejected, never truncated.
-    "truncation": (("disabled", "auto"), "shorten the input"),
-    "context_management": (([],), "shorten the input"),
-    "n": ((1,), "send several requests"),
 }
 
 
@@ -90,12 +60,11 @@ def response_from(
         begun: Callback for a response in the background, called when the request is validated.
             None for other responses.
     """
-    fields.refuse(_REFUSED if store is not None else _OF_STORES | _REFUSED)
-    fields.refuse(REFUSED_OF_RESPONSES)
-    fields.ignore("max_tool_calls", "background")
-    instructions = fields.read("instructions", TEXT)
-    history = _History([ChatMessage("system", instructions)] if instructions else [])
-    items = _items(fields, store, history)
+    if store is None:
+        fields.refuse(REFUSED_WITHOUT_STORE)
+    own = fields.fill(ResponseFields)
+    history = _History([ChatMessage("system", own.instructions)] if own.instructions else [])
+    items = _items(fields, own, store, history)
     fields.leave_out(*(f"input.{kind}" for kind in dict.fromkeys(history.left_out)))
     keep = None
     if store is not None and fields.read("store", YES) is not False:
@@ -104,16 +73,14 @@ def response_from(
         raise InvalidRequestError("background needs a stored response; set store to true")
     options = sampling_options(fields)
     options["grammar"] = grammar_of_response(fields) or options.get("grammar")
-    most = fields.read("max_output_tokens", INTEGER)
+    most, top, included = own.max_output_tokens, own.top_logprobs, own.include
     options["max_tokens"] = most_tokens(fields) if most is None else most
-    top = fields.read("top_logprobs", INTEGER)
-    included = fields.read("include", _NAMES) or []
     fields.leave_out(*(f"include.{name}" for name in included if name != LOGPROBS))
     if LOGPROBS in included or top is not None:
         options["logprobs"] = top or 0
     tools, sent = response_tools(fields, history.tools)
     offered = chosen_tools(fields, tools, nested=False)
-    asked = asked_from(fields, (_chat(fields, tuple(history.messages), offered),), options)
+    asked = asked_from(fields, (_chat(fields, own, tuple(history.messages), offered),), options)
     told: dict[str, object] = {name: fields.raw(name) for name in _TOLD if fields.has(name)}
     for name, usual in _TOLD_PARTS.items():
         told[name] = usual | (fields.read(name, OBJECT) or {})
@@ -128,9 +95,11 @@ class _History:
     left_out: list[str] = field(default_factory=list)
 
 
-def _items(fields: Fields, store: ResponseStore | None, history: _History) -> Items:
+def _items(
+    fields: Fields, own: ResponseFields, store: ResponseStore | None, history: _History
+) -> Items:
     earlier: Items = ()
-    if store is not None and (previous := fields.read("previous_response_id", TEXT)):
+    if store is not None and (previous := own.previous_response_id):
         kept = store.find(previous)
         if kept is None or not kept.items:
             raise HttpRefusal(
@@ -142,7 +111,7 @@ def _items(fields: Fields, store: ResponseStore | None, history: _History) -> It
         earlier = kept.items
         for raw in earlier:
             _add(history, Fields(OBJECT.decode(raw), "previous_response_id: "))
-    given = fields.given("input", _INPUT)
+    given = own.input
     if isinstance(given, str):
         history.messages.append(ChatMessage("user", given))
         said = {"type": "message", "role": "user", "content": given}
@@ -174,14 +143,16 @@ def _referred(reference: Fields, store: ResponseStore | None, earlier: Items) ->
     )
 
 
-def _chat(fields: Fields, messages: tuple[ChatMessage, ...], offered: OfferedTools) -> ChatPrompt:
-    effort = fields.part("reasoning").read("effort", TEXT)
+def _chat(
+    fields: Fields, own: ResponseFields, messages: tuple[ChatMessage, ...], offered: OfferedTools
+) -> ChatPrompt:
+    effort = own.reasoning and own.reasoning.read("effort", TEXT)
     return ChatPrompt(
         messages,
         arguments=template_arguments(fields, effort),
         tools=offered.tools,
         tool_choice=offered.choice,
-        parallel_tool_calls=fields.read("parallel_tool_calls", YES) is not False,
+        parallel_tool_calls=own.parallel_tool_calls,
         tool_name=offered.name,
     )
 
@@ -229,7 +200,7 @@ def _call(item: Fields, kind: str) -> ToolCall:
     custom = kind == "custom_tool_call"
     name = joined_name(item.read("namespace", TEXT) or "", item.given("name", TEXT))
     given = item.read("input" if custom else "arguments", TEXT_OR_JSON) or ""
-    called = either(item, ("call_id", "id"), TEXT) or ""
+    called = item.read("call_id", TEXT) or item.read("id", TEXT) or ""
     return ToolCall(name, text_arguments(given) if custom else given, called)
 
 

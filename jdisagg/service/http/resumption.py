@@ -10,7 +10,8 @@ from dataclasses import dataclass
 
 from jdisagg.errors import InvalidRequestError
 from jdisagg.request import MAX_N, AcceptedChild, FinishReason, Resumption, StreamEvent
-from jdisagg.service.http.fields import INTEGER, TEXTS, Fields
+from jdisagg.service.http.bodies import ResumptionFields
+from jdisagg.service.http.fields import Fields
 
 MAX_LIFE = 2**63 - 1
 # Form of an SSE id: child, index of the event's first token, tokens, finish reason.
@@ -44,12 +45,13 @@ class Resumed:
         }
 
 
-def resumed_from(fields: Fields, children: int | None) -> Resumed | None:
+def resumed_from(
+    fields: Fields, given: ResumptionFields | None, children: int | None
+) -> Resumed | None:
     """Raises InvalidRequestError if the field is invalid, or a field that it needs is missing."""
-    part = fields.part("resumption")
-    if not part.names:
+    if given is None:
         return None
-    life, number = part.given("life", INTEGER), part.read("number", INTEGER) or 0
+    life, number, ids = given.life, given.number, given.event_ids or []
     if not 0 <= life <= MAX_LIFE or not 0 <= number <= MAX_LIFE:
         raise InvalidRequestError(
             f"resumption.life and resumption.number must be in [0, {MAX_LIFE}], got {life} and"
@@ -60,7 +62,6 @@ def resumed_from(fields: Fields, children: int | None) -> Resumed | None:
             raise InvalidRequestError(
                 f"resumption needs {name}: all calls of a stream must have the same; set {name}"
             )
-    ids = part.read("event_ids", TEXTS) or []
     if ids and not number:
         raise InvalidRequestError("resumption.event_ids needs resumption.number; count the calls")
     count = children if children is not None and 1 <= children <= MAX_N else 1

@@ -18,10 +18,20 @@ from jdisagg.errors import InvalidRequestError
 from jdisagg.messages.weights import SLEEP_SECONDS, UPDATE_SECONDS, mode_of
 from jdisagg.observe.request_log import RequestLog
 from jdisagg.request import Adapter
+from jdisagg.service.http.bodies import (
+    Detokenize,
+    LoadAdapter,
+    ModelFields,
+    Sleep,
+    Tokenize,
+    UnloadAdapter,
+    UpdateWeights,
+    Wake,
+)
 from jdisagg.service.http.chat import chat_prompt
 from jdisagg.service.http.errors import MESSAGE_ERRORS, HttpRefusal
 from jdisagg.service.http.exchange import Exchange, Receive, Scope, Send
-from jdisagg.service.http.fields import INTEGER, INTEGERS, NUMBER, TEXT, TEXTS, YES, Fields
+from jdisagg.service.http.fields import F, Fields
 from jdisagg.service.http.generation import IGNORED, HttpGeneration, check_model
 from jdisagg.service.http.guard import ANY_METHOD, Endpoint, HttpGuard
 from jdisagg.service.http.kept_responses import KeptResponses
@@ -31,7 +41,6 @@ from jdisagg.service.http.page import Page, PageSources
 from jdisagg.service.http.requests import completion_prompts, ignored_header
 from jdisagg.service.http.response_store import ResponseStore
 from jdisagg.service.http.responses import response_from
-from jdisagg.service.http.unsupported import REFUSED_OF_CHATS
 
 Scrape = Callable[[], Awaitable[bytes]]
 METRICS_TYPE = b"text/plain; version=0.0.4; charset=utf-8"
@@ -134,49 +143,39 @@ class HttpRoutes:
         await exchange.reply(_encode(self._card(adapter)))
 
     async def _load_adapter(self, exchange: Exchange) -> None:
-        fields = Fields.of(await exchange.body(self._limit_bytes))
-        exchange.fields = fields.names
-        name, path = fields.given("lora_name", TEXT), fields.given("lora_path", TEXT)
-        replace = bool(fields.read("load_inplace", YES))
-        _note_ignored(exchange, fields)
+        asked = await self._filled(exchange, LoadAdapter)
+        name, path, replace = asked.lora_name, asked.lora_path, asked.load_inplace
         model = self._frontend.model.name
         adapter = await self._frontend.adapters.load(name, path, model, replace)
         await exchange.reply(_encode(self._card(adapter)))
 
     async def _unload_adapter(self, exchange: Exchange) -> None:
-        fields = Fields.of(await exchange.body(self._limit_bytes))
-        exchange.fields = fields.names
-        name = fields.given("lora_name", TEXT)
-        _note_ignored(exchange, fields)
+        name = (await self._filled(exchange, UnloadAdapter)).lora_name
         self._frontend.adapters.unload(name)
         await exchange.reply(_encode({"id": name, "object": "model", "deleted": True}))
 
     async def _update_weights(self, exchange: Exchange) -> None:
-        fields = await self._optional_fields(exchange)
-        folder = fields.given("model_path", TEXT)
-        version, mode = fields.read("weight_version", TEXT), fields.read("mode", TEXT)
-        seconds = _deadline(fields, UPDATE_SECONDS)
-        _note_ignored(exchange, fields)
-        control = control_of(self._frontend.weights)
-        report = await control.update(folder, version or "", mode_of(mode or ""), seconds)
+        asked = await self._filled(exchange, UpdateWeights, b"{}")
+        seconds = _deadline(asked.deadline_seconds, UPDATE_SECONDS)
+        control, mode = control_of(self._frontend.weights), mode_of(asked.mode)
+        report = await control.update(asked.model_path, asked.weight_version, mode, seconds)
         await exchange.reply(_encode({"success": True, **msgspec.structs.asdict(report)}))
 
     async def _sleep(self, exchange: Exchange) -> None:
-        fields = await self._optional_fields(exchange)
-        level = fields.read("level", INTEGER)
+        fields = await self._body(exchange, b"{}")
+        level, asked = fields.fill(Sleep).level, fields.fill(Wake)
         if level is None:  # vLLM's clients send it in the query
             query = parse_qs(exchange.scope.get("query_string", b"").decode("ascii", "replace"))
             text = query.get("level", ["1"])[-1]
             level = int(text) if text.isascii() and text.isdigit() and len(text) < 5 else 0
-        names, seconds = _workers(fields), _deadline(fields, SLEEP_SECONDS)
+        names, seconds = _workers(asked), _deadline(asked.deadline_seconds, SLEEP_SECONDS)
         _note_ignored(exchange, fields)
         await control_of(self._frontend.weights).sleep(level, names, seconds)
         await self._is_sleeping(exchange)
 
     async def _wake(self, exchange: Exchange) -> None:
-        fields = await self._optional_fields(exchange)
-        names, seconds = _workers(fields), _deadline(fields, UPDATE_SECONDS)
-        _note_ignored(exchange, fields)
+        asked = await self._filled(exchange, Wake, b"{}")
+        names, seconds = _workers(asked), _deadline(asked.deadline_seconds, UPDATE_SECONDS)
         await control_of(self._frontend.weights).wake(names, seconds)
         await self._is_sleeping(exchange)
 
@@ -184,10 +183,17 @@ class HttpRoutes:
         asleep = [status.asleep for status in await self._frontend.status()]
         await exchange.reply(_encode({"is_sleeping": bool(asleep) and all(asleep)}))
 
-    async def _optional_fields(self, exchange: Exchange) -> Fields:
-        fields = Fields.of(await exchange.body(self._limit_bytes) or b"{}")
+    async def _body(self, exchange: Exchange, empty: bytes = b"") -> Fields:
+        """`empty` takes the place of an empty body."""
+        fields = Fields.of(await exchange.body(self._limit_bytes) or empty)
         exchange.fields = fields.names
         return fields
+
+    async def _filled(self, exchange: Exchange, form: type[F], empty: bytes = b"") -> F:
+        fields = await self._body(exchange, empty)
+        filled = fields.fill(form)
+        _note_ignored(exchange, fields)
+        return filled
 
     def _card(self, adapter: Adapter | None = None) -> dict[str, object]:
         model = self._frontend.model
@@ -211,7 +217,6 @@ class HttpRoutes:
     async def _tokenize(self, exchange: Exchange) -> None:
         fields = await self._fields(exchange)
         if fields.has("messages"):
-            fields.refuse(REFUSED_OF_CHATS)
             prompt = chat_prompt(fields)
         else:
             prompt, *others = completion_prompts(fields)
@@ -219,7 +224,7 @@ class HttpRoutes:
                 raise InvalidRequestError(
                     f"prompt has {1 + len(others)} prompts, and one is tokenized; send one"
                 )
-        strings = fields.read("return_token_strs", YES)
+        strings = fields.fill(Tokenize).return_token_strs
         _note_ignored(exchange, fields)
         token_ids = await self._frontend.tokenize(prompt)
         await exchange.reply(
@@ -248,16 +253,14 @@ class HttpRoutes:
 
     async def _detokenize(self, exchange: Exchange) -> None:
         fields = await self._fields(exchange)
-        token_ids = fields.given("tokens", INTEGERS)
-        skip = bool(fields.read("skip_special_tokens", YES))
+        asked = fields.fill(Detokenize)
         _note_ignored(exchange, fields)
-        text = await self._frontend.detokenize(token_ids, skip_special_tokens=skip)
+        text = await self._frontend.detokenize(asked.tokens, asked.skip_special_tokens)
         await exchange.reply(_encode({"prompt": text}))
 
     async def _fields(self, exchange: Exchange) -> Fields:
-        fields = Fields.of(await exchange.body(self._limit_bytes))
-        exchange.fields = fields.names
-        check_model(fields.read("model", TEXT) or "", self._frontend)
+        fields = await self._body(exchange)
+        check_model(fields.fill(ModelFields).model, self._frontend)
         return fields
 
     async def _metrics(self, exchange: Exchange) -> None:
@@ -321,11 +324,9 @@ def _note_ignored(exchange: Exchange, fields: Fields) -> None:
         exchange.reply_headers.append((IGNORED, ignored))
 
 
-def _deadline(fields: Fields, usual: float) -> float:
-    seconds = fields.read("deadline_seconds", NUMBER)
+def _deadline(seconds: float | None, usual: float) -> float:
     return usual if seconds is None else positive_seconds(seconds)
 
 
-def _workers(fields: Fields) -> tuple[str, ...]:
-    names = fields.read("workers", TEXTS) or ()
-    return (names,) if isinstance(names, str) else tuple(names)
+def _workers(asked: Wake) -> tuple[str, ...]:
+    return (asked.workers,) if isinstance(asked.workers, str) else tuple(asked.workers)

@@ -13,6 +13,15 @@ import zipfile
 from pathlib import Path
 
 TABLE = Path(__file__).with_suffix(".json")
+# Shows every variable that a request may set.
+TEMPLATE = (
+    "{% for t in tools or [] %}[{{ t.function.name }}]{% endfor %}"
+    "{% for d in documents or [] %}({{ d.text }}){% endfor %}{{ x or '' }}"
+    "{{ reasoning_effort or '' }}"
+    "{% if enable_thinking is false %}quiet{% endif %}"
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% for c in m.tool_calls %}<tool_call>"
+    "{% endfor %}{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+)
 CLASSES = {
     "ChatCompletionRequest": "/v1/chat/completions",
     "CompletionRequest": "/v1/completions",

@@ -193,24 +193,6 @@ async def test_a_wrong_field_is_named_with_its_value_and_the_rule(door: HttpDoor
     assert len(door.path.requests) == 1, "the one that runs beside"
 
 
-async def test_values_that_ask_for_nothing_are_taken() -> None:
-    async with http_door() as door:
-        nothing: dict[str, Any] = {
-            "prompt": "x",
-            "max_tokens": 2.0,
-            "suffix": None,
-            "best_of": 1,
-            "use_beam_search": False,
-            "response_format": {"type": "text"},
-            "logit_bias": None,
-            "stop": None,
-            "stream": None,
-            "stream_options": None,
-            "n": None,
-        }
-        await door.served(COMPLETIONS, nothing)
-
-
 NO_OBJECTS: list[tuple[bytes, str]] = [
     (b'{"prompt": "\xff"}', "not valid UTF-8 at byte 12"),
     (b"[1, 2]", "must be a JSON object"),

@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 
 from jdisagg.client import AsyncClient
-from jdisagg.dispatch.options import SamplingOptions
 from jdisagg.errors import InvalidRequestError
-from jdisagg.request import Grammar, GrammarKind
+from jdisagg.request import Grammar, GrammarKind, SamplingOptions
 from jdisagg.service.client.request import GenerateOptions
 from jdisagg.service.client.request import asked as client_request
 from jdisagg.service.grpc import generation_pb2 as pb

@@ -14,7 +14,6 @@ from tests.service.http_doors import (
     COMPLETIONS,
     HI,
     RESPONSES,
-    USUAL,
     HttpDoor,
     http_door,
     one_answer,
@@ -72,74 +71,6 @@ async def test_a_late_system_message_is_shown_first_where_the_template_refuses_i
 async def prompt_of(door: HttpDoor, messages: Any, **more: Any) -> str:
     await door.served(CHATS, {"messages": messages, "max_tokens": 1, **more})
     return door.shown
-
-
-ODD: list[dict[str, Any]] = [
-    {"max_tokens": None},
-    {"max_tokens": -1},
-    {"max_tokens": "2"},
-    {"temperature": None},
-    {"temperature": "0.5"},
-    {"top_p": 0},
-    {"top_k": -1},
-    {"top_k": 20.0},
-    {"seed": -1},
-    {"seed": -(2**62)},
-    {"seed": -(2**63)},
-    {"n": None},
-    {"n": 1.0},
-    {"stop": None},
-    {"stop": []},
-    {"stop_token_ids": []},
-    {"stop_token_ids": [65.0, "66"]},
-    {"logit_bias": {}},
-    {"logit_bias": []},
-    {"logit_bias": {"65": "1.5"}},
-    {"logit_bias": None},
-    {"stream": 0},
-    {"stream": "false"},
-    {"stream": True, "stream_options": None},
-    {"stream": True, "stream_options": []},
-    {"stream_options": {}},
-    {"user": None, "metadata": [], "store": True, "service_tier": "auto"},
-    {"response_format": None},
-    {"response_format": {"type": "text"}},
-    {"priority": 0.0},
-    {"model": None},
-    {"model": ""},
-]
-OF_CHATS: list[dict[str, Any]] = [
-    {"logprobs": False, "top_logprobs": 0},
-    {"tools": [], "tool_choice": "none"},
-    {"tools": None, "tool_choice": None, "parallel_tool_calls": None},
-    {"chat_template_kwargs": []},
-    {"reasoning_effort": None},
-    {"reasoning": {"effort": "low", "enabled": True, "exclude": False}},
-    {"max_completion_tokens": None},
-    {"functions": [], "function_call": "none"},
-]
-OF_COMPLETIONS: list[dict[str, Any]] = [
-    {"logprobs": False},
-    {"logprobs": True},
-    {"max_completion_tokens": 2},
-    {"suffix": None, "best_of": 1, "echo": None},
-]
-
-
-async def test_a_value_that_others_serve_is_served(door: HttpDoor) -> None:
-    usual = USUAL | {RESPONSES: {"input": "hi"}}
-    not_there = {"n", "stream", "response_format"}
-    values = {
-        CHATS: ODD + OF_CHATS,
-        COMPLETIONS: ODD + OF_COMPLETIONS,
-        RESPONSES: [odd for odd in ODD if not not_there & set(odd)],
-    }
-    wrong = []
-    for path, odd in ((one, odd) for one in values for odd in values[one]):
-        answer = await door.ask(path, usual[path] | odd)
-        if answer.status != 200 or "jdisagg-ignored-fields" in answer.headers:
-            wrong.append((path, odd, answer.body))
-    assert not wrong
 
 
 async def test_odd_values_mean_what_they_mean_elsewhere(door: HttpDoor) -> None:

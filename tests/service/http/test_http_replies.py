@@ -11,8 +11,8 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from openai.types.responses import Response
 
 from jdisagg.request import FinishReason, StreamEvent, Usage
+from jdisagg.service.http.bodies import StreamOptions
 from jdisagg.service.http.replies import ChatReply, CompletionReply, Heading, Reply, ReplyChoice
-from jdisagg.service.http.requests import Streaming
 from jdisagg.service.http.token_texts import Pieces
 from tests.service.doors import CACHED, FakePath, expected_tokens, text_of
 from tests.service.http_doors import HttpDoor
@@ -37,7 +37,7 @@ def test_a_frame_is_the_same_to_the_byte_whatever_it_has_to_say(
     kind: type[Reply], usage: bool | None, token_ids: bool
 ) -> None:
     """Held against the object written down as a whole."""
-    streaming = Streaming(usage is not None, bool(usage))
+    streaming = StreamOptions(usage is not None, bool(usage))
     reply = kind(Heading("x-1", 7, "tiny", None), streaming, NO_TEXT, token_ids)
     choice = ReplyChoice(2, (3, 4))
     for number, (text, reason) in enumerate(
@@ -87,7 +87,7 @@ def test_a_choice_says_which_stop_of_the_client_ended_it(
     choice.add(event)
     heading = Heading("x-1", 7, "tiny", None)
     whole = kind(heading, None, NO_TEXT, False).whole([choice], Usage(1, 1))
-    streamed = kind(heading, Streaming(), NO_TEXT, False)
+    streamed = kind(heading, StreamOptions(), NO_TEXT, False)
     chunk = streamed.chunk(choice, event, True, lambda: Usage(1, 1))
     for body in (whole, chunk.removeprefix(b"data: ")):
         assert json.loads(body)["choices"][0]["stop_reason"] == reason

@@ -11,20 +11,11 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from tests.service.http.request_fields import TABLE
+from tests.service.http.request_fields import TABLE, TEMPLATE
 from tests.service.http_doors import CHATS, COMPLETIONS, RESPONSES, HttpDoor, events, http_door
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
-# Shows every variable that a request may set.
-TEMPLATE = (
-    "{% for t in tools or [] %}[{{ t.function.name }}]{% endfor %}"
-    "{% for d in documents or [] %}({{ d.text }}){% endfor %}{{ x or '' }}"
-    "{{ reasoning_effort or '' }}"
-    "{% if enable_thinking is false %}quiet{% endif %}"
-    "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% for c in m.tool_calls %}<tool_call>"
-    "{% endfor %}{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
-)
 FUNCTION = {"name": "f", "parameters": {"type": "object", "properties": {}}}
 USUAL: dict[str, dict[str, Any]] = {
     CHATS: {

@@ -3,7 +3,8 @@
 import { byId, el } from "./dom.js";
 
 function typeOf(schema) {
-  if (schema.anyOf) return schema.anyOf.map(typeOf).join(" or ");
+  if (schema.anyOf) return schema.anyOf.map(typeOf).filter((name) => name !== "null").join(" or ");
+  if (schema.$ref) return "object";
   if (schema.type === "array") return schema.items.type ? `list of ${schema.items.type}s` : "list";
   return schema.type ?? "any";
 }

@@ -1,4 +1,4 @@
-"""Decode workers whose sequences are set aside into host memory."""
+"""Decode workers whose sequences give way and find their blocks in the cache again."""
 
 import asyncio
 from collections.abc import AsyncGenerator
@@ -8,11 +8,10 @@ from jdisagg.request import Request
 from jdisagg.scheduler.host_blocks import TierRoom
 from tests.fakes.cluster import Cluster, Collected, toy_request
 from tests.fakes.fake_executor import FakeExecutor
-from tests.worker.conversations import limits
+from tests.worker.conversations import NAMES, limits
 from tests.worker.tiers import FAST
 
-TOKEN_BYTES = 16
-ROOMY = TierRoom(4000 * TOKEN_BYTES, always=True)
+ROOMY = TierRoom(4000 * 16, always=True)
 
 
 def scarce(room: TierRoom = ROOMY, pages: int = 24, **more: object) -> Cluster:
@@ -22,7 +21,8 @@ def scarce(room: TierRoom = ROOMY, pages: int = 24, **more: object) -> Cluster:
         "prefill": limits(pages=400),
         "growth_tokens": 4,
         "costs": FAST,
-        "spills": room,
+        "names": NAMES,
+        "decode_tiers": room,
         "wire": True,
     }
     return Cluster(**(options | more))  # type: ignore[arg-type]
@@ -34,20 +34,25 @@ def long(number: int, **sampling: object) -> Request:
     return toy_request(number, 40, **(options | sampling))  # type: ignore[arg-type]
 
 
-async def all_of(cluster: Cluster, *requests: Request) -> list[Collected]:
-    """Their streams, which are the oracle's."""
-    streams = await cluster.collect_all(requests)
-    return streams
-
-
 async def check_empty(cluster: Cluster) -> None:
-    """No sequence is left in host memory, nor anywhere else; cached blocks alone may be."""
+    """No sequence is left, and host memory holds cached blocks alone."""
     await cluster.check_quiet()
-    spilled, mesh = cluster.decode._spilled, cluster.decode_mesh
-    assert len(spilled) == spilled.spills.bytes == 0 and spilled.quiet
-    cached = [one.offer_ids for one in cluster.decode._host.blocks._blocks.values()]
-    assert set(mesh.host) == {offer_id for ids in cached for offer_id in ids}
-    assert not spilled._moving and not mesh.pulled
+    tier, mesh = cluster.decode._host, cluster.decode_mesh
+    assert cluster.decode._sources.quiet and not cluster.decode._state.cut
+    blocks = list(tier.blocks._blocks.values())
+    assert all(block.written and not block.held for block in blocks)
+    assert set(mesh.host) == {offer_id for block in blocks for offer_id in block.offer_ids}
+    assert not mesh.pulled
+
+
+def hits(cluster: Cluster) -> dict[str, int]:
+    """Tokens that the decode worker had cached for its reservations, by tier."""
+    labelled = cluster.decode.counters.labelled()
+    return {
+        dict(labels)["tier"]: count
+        for (name, labels), count in labelled.items()
+        if name == "prefix_hit_tokens"
+    }
 
 
 def flip_all(mesh: FakeExecutor) -> int:
@@ -58,15 +63,13 @@ def flip_all(mesh: FakeExecutor) -> int:
     return len(mesh.host)
 
 
-LATER = 1000.0
-
-
 def roomy(room: TierRoom = ROOMY, **more: object) -> Cluster:
     options: dict[str, object] = {
         "decode": limits(pages=400),
         "prefill": limits(pages=400),
         "costs": FAST,
-        "spills": room,
+        "names": NAMES,
+        "decode_tiers": room,
         "wire": True,
     }
     return Cluster(**(options | more))  # type: ignore[arg-type]
@@ -91,9 +94,11 @@ class Stream:
         while self.tokens < tokens:
             await asyncio.sleep(0.001)
 
-    async def suspend(self, keep_seconds: float | None) -> None:
-        path, request = self.cluster.path, self.request
-        await path.suspend(request.tenant, request.request_id, keep_seconds)
+    async def suspend(self) -> None:
+        await self.cluster.path.suspend(self.request.tenant, self.request.request_id)
+
+    def resume(self) -> None:
+        self.cluster.path.resume(self.request.tenant, self.request.request_id)
 
     async def end(self) -> None:
         await self.task
@@ -102,12 +107,12 @@ class Stream:
 
 @asynccontextmanager
 async def resting(
-    cluster: Cluster, request: Request, keep_seconds: float = LATER, tokens: int = 10
+    cluster: Cluster, request: Request, tokens: int = 10
 ) -> AsyncGenerator[Stream, None]:
     """Suspended after so many tokens, until the end of the block; nothing is left in its pages."""
     stream = Stream(cluster, request)
     await stream.until(tokens)
-    await stream.suspend(keep_seconds)
+    await stream.suspend()
     await asyncio.sleep(0.2)
     before = stream.tokens
     status = await cluster.decode.status()
@@ -115,6 +120,6 @@ async def resting(
     assert (status.running, status.waiting) == (0, 0)
     yield stream
     assert stream.tokens == before < request.sampling.max_tokens * request.sampling.n
-    await stream.suspend(None)
+    stream.resume()
     await stream.end()
     await check_empty(cluster)

@@ -1,0 +1,249 @@
+"""The prompts of one mesh that computes prompts, on prefill workers and on decode workers.
+
+A prompt is looked up in the prefix cache when it arrives. If an earlier prompt is about to compute
+blocks that it needs, it waits for these blocks (`scheduler/shared_prompts.py`). When it has pages,
+it is queued for chunks (`scheduler/prefill_batches.py`). The blocks of a chunk are cached when the
+chunk is issued, because commands run in order."""
+
+from collections.abc import Callable, Collection
+
+from jdisagg.errors import OverloadedError
+from jdisagg.messages.step_commands import PrefillChunk, PrefillResult, SampleSpec
+from jdisagg.scheduler.backlog import Backlog
+from jdisagg.scheduler.decode_state import DecodeState
+from jdisagg.scheduler.prefill_batches import PrefillBatches
+from jdisagg.scheduler.prompt import Prompt
+from jdisagg.scheduler.shared_prompts import ChunkTimes, SharedPrompts, waiting_pays
+from jdisagg.telemetry import Counters
+
+
+def check_queue(worker: str, waiting: Collection[Prompt], priority: int, limit: int) -> None:
+    """Raises OverloadedError if `limit` prompts of this or a higher priority wait, or twice as many
+    of any."""
+    before = sum([one.priority >= priority for one in waiting])
+    if before >= limit or len(waiting) >= 2 * limit:
+        raise OverloadedError(
+            f"worker {worker!r}: {len(waiting)} requests wait for pages, the queue's limit; try"
+            " again later",
+            retry_after_seconds=1.0,
+        )
+
+
+class Prompts:
+    """The prompts of one mesh, from their arrival until `forget`.
+
+    Args:
+        released: Function that is called with a prompt that need not wait for blocks of another
+            prompt any longer.
+    """
+
+    def __init__(
+        self,
+        state: DecodeState,
+        ids: Callable[[], int],
+        counters: Counters,
+        released: Callable[[Prompt], None],
+    ) -> None:
+        self.backlog = Backlog()
+        self._state = state
+        self._limits = limits = state.limits.computed
+        self._kept = kept = state.residency
+        self._counters = counters
+        self._released = released
+        # otherwise a hit needs a snapshot, which is cached when the prompt ends
+        self._shares = not kept.snapshots or limits.window_pages_per_rank > 0
+        self._batches = PrefillBatches(limits, ids, kept.cut_tokens, kept.begin_snapshot)
+        self._times = ChunkTimes(limits.chunk_buckets[-1])
+        self._shared = SharedPrompts()
+        self._prompts: dict[int, Prompt] = {}
+        self._steps_waited = 0  # decode steps since the last chunk, with a prompt queued
+
+    def __bool__(self) -> bool:
+        """Returns whether a prompt is queued for chunks."""
+        return bool(self._batches)
+
+    def __len__(self) -> int:
+        """Returns the number of prompts that are not forgotten."""
+        return len(self._prompts)
+
+    def begin(self, prompt: Prompt, *, named: bool = True, shared: bool = True) -> Prompt:
+        """Registers a prompt and names its blocks.
+
+        Args:
+            named: Whether cached blocks may be used.
+            shared: Whether the prompt may wait for blocks of other prompts, and they for its own.
+        """
+        self._prompts[prompt.key] = prompt
+        if named:
+            self._name(prompt)
+        if shared:
+            self._shared.begin(prompt.key, prompt.order, prompt.chain)
+        return prompt
+
+    def _name(self, prompt: Prompt) -> None:
+        kept = self._kept
+        prompt.chain = kept.chain(prompt.request, prompt.token_ids)
+        if prompt.chain:
+            usable = kept.usable_tokens(prompt.most_known, prompt.computes)
+            prompt.useful = prompt.chain[: usable // kept.block_tokens]
+
+    def __getitem__(self, key: int) -> Prompt:
+        return self._prompts[key]
+
+    def look_up(self, prompt: Prompt) -> None:
+        if prompt.useful:
+            kept, ranks = self._kept, range(self._limits.ranks)
+            most = len(prompt.useful) * kept.block_tokens
+            prompt.known = tuple([kept.match(rank, prompt.useful) for rank in ranks])
+            prompt.cached = tuple(
+                [kept.cached_tokens(rank, prompt.useful, most, True) for rank in ranks]
+            )
+
+    def follows(self, prompt: Prompt) -> int:
+        """Looks a prompt up. If another prompt will compute blocks of it, and waiting for them is
+        faster than computing them, the prompt waits. Then returns the number of its leading
+        positions that will be cached, otherwise 0."""
+        self.look_up(prompt)
+        known = max(prompt.known, default=0)
+        leader = self._shared.leader(prompt.key, prompt.useful, known) if self._shares else None
+        if leader is None:
+            return 0
+        first = self._prompts[leader.key]
+        reuse = self._kept.usable_tokens(leader.blocks * self._kept.block_tokens, True)
+        common = reuse - prompt.known_tokens
+        waiting = [
+            one.tokens - one.known_tokens
+            for one in self._prompts.values()
+            if one.rank < 0 and one is not prompt and one is not first
+            if not self._shared.waits(one.key)
+        ]
+        before = sum(waiting) // self._limits.ranks
+        queued = [self.queued_tokens(rank) + before for rank in range(self._limits.ranks)]
+        rank = first.rank if first.rank >= 0 else None
+        ahead, left = first.tokens - first.known_tokens, prompt.tokens - prompt.known_tokens
+        if common < 1 or not waiting_pays(self._times, queued, rank, ahead, left, common):
+            return 0
+        self._shared.follow(prompt.key, leader)
+        self._counters.add("prefix_waits")
+        return reuse
+
+    def reached(self, prompt: Prompt) -> None:
+        """Records that the blocks that the last look-up found need not be waited for."""
+        self._release(self._shared.reached(prompt.key, max(prompt.known, default=0)))
+
+    def stall(self, key: int) -> None:
+        """Lets no prompt wait for this one until it goes on."""
+        self._release(self._shared.stall(key))
+
+    def rename(self) -> None:
+        """Names the blocks of all prompts without pages anew, because the weights have changed, and
+        lets no prompt wait for another."""
+        free = [self._prompts[key] for one in self._prompts for key in self._shared.end(one)]
+        for prompt in self._prompts.values():
+            if prompt.rank < 0 and prompt.chain:
+                self._name(prompt)
+        for prompt in free:
+            self._released(prompt)
+
+    def _release(self, keys: tuple[int, ...], ended: bool = False) -> None:
+        for key in keys:
+            self._released(self._prompts[key])
+            if ended and not self._shared.waits(key):
+                self._counters.add("prefix_waits_taken_over")
+
+    # ---- prompts that have pages
+
+    def queued_tokens(self, rank: int) -> int:
+        return self._batches.queued_tokens(rank)
+
+    def add(
+        self,
+        key: int,
+        rank: int,
+        samples: tuple[SampleSpec, ...],
+        cached_tokens: int,
+        epoch: int,
+        windows: tuple[int, ...] = (),
+    ) -> None:
+        """Queues a prompt that has pages for chunks.
+
+        Args:
+            epoch: Epoch of the prefix cache when the prompt got its pages.
+        """
+        prompt, state = self._prompts[key], self._state
+        prompt.rank, prompt.cached_tokens, prompt.epoch = rank, cached_tokens, epoch
+        prompt.pages, prompt.windows = state.ledgers[rank].pages(key), windows
+        prompt.state = state.states.slot(rank, key)
+        prompt.samples, prompt.adapter = samples, state.adapters.slot_of(prompt.request)
+        wanted = self._kept.wanted_snapshots(rank, prompt.chain, prompt.tokens, cached_tokens)
+        prompt.snapshots = () if windows else wanted
+        prompt.images = prompt.request.scoped_images
+        self._batches.add(prompt)
+        self.backlog.add(key, prompt.tokens, cached_tokens, prompt.priority)
+        self._shared.started(key)
+
+    def withdraw(self, key: int) -> None:
+        """Takes the prompt's chunks that are not issued from the queue. Its pages are freed."""
+        self._batches.remove(key)
+        if (prompt := self._prompts.get(key)) is not None:
+            prompt.rank = -1
+
+    def forget(self, key: int) -> None:
+        if self._prompts.pop(key, None) is not None:
+            self._batches.remove(key)
+            self.backlog.forget(key)
+            self._release(self._shared.end(key), ended=True)
+
+    # ---- chunks
+
+    def beside(self) -> tuple[int, ...]:
+        """Returns the sizes of the chunks that may run together with a decode step. Empty if
+        `grid_tokens` is set, because then a KV block must always be computed by the same
+        programs."""
+        on_grid = self._kept.on and not self._kept.keeps_answers
+        return () if on_grid else self._batches.beside(self._limits.mixed_buckets)
+
+    @property
+    def gathering(self) -> bool:
+        """Whether the queued prompts would wait for prompts of other dp ranks (`gather_steps`)."""
+        return self._steps_waited < self._limits.gather_steps and self._batches.gathers()
+
+    def next_chunk(
+        self,
+        step: int,
+        held: Collection[int] = (),
+        chunk_in_flight: bool = False,
+        beside: tuple[int, ...] = (),
+    ) -> PrefillChunk | None:
+        """Returns the next chunk, or None if there is none (`PrefillBatches.next_chunk`)."""
+        chunk = self._batches.next_chunk(step, held, chunk_in_flight, beside)
+        if chunk is None:
+            return None
+        self._steps_waited = 0
+        for row in chunk.rows:
+            prompt = self._prompts[row.sequence]
+            if row.samples:  # no later row needs the pixels
+                prompt.images, prompt.request = (), prompt.request.without_pixels()
+            if prompt.chain:
+                self._keep(prompt, row.start + len(row.tokens))
+        return chunk
+
+    def _keep(self, prompt: Prompt, tokens: int) -> None:
+        kept = self._kept
+        chain = prompt.chain[: tokens // kept.block_tokens]
+        if self._shares and prompt.epoch == kept.epoch:
+            kept.keep(prompt.rank, prompt.key, chain)
+            if kept.snapshots:
+                kept.settle_snapshots(prompt.rank, prompt.key, chain)
+        self._release(self._shared.reached(prompt.key, len(chain)))
+
+    def computed(self, chunk: PrefillChunk, result: PrefillResult, seconds: float) -> None:
+        for key, part in result.prompts:
+            if (prompt := self._prompts.get(key)) is not None:
+                prompt.scores.append(part)
+        for row in chunk.rows:
+            self.backlog.computed(row.sequence, len(row.tokens))
+        self._times.took(chunk.chunk_tokens, seconds)
+
+    def step_ended(self) -> None:
+        self._steps_waited = self._steps_waited + 1 if self._batches else 0
