@@ -42,6 +42,7 @@ from jdisagg.chat.messages import ChatMessage, ChatTool, ToolCall
 from jdisagg.dispatch.prompts import ModelInfo
 from jdisagg.dispatch.routing_status import RoutingStatus
 from jdisagg.errors import InvalidRequestError, UnavailableError
+from jdisagg.messages.trace_context import outgoing
 from jdisagg.messages.worker_status import WorkerStatus
 from jdisagg.request import Adapter, StreamEvent
 from jdisagg.service.client.completion import Choice, Collector, Completion
@@ -57,7 +58,6 @@ from jdisagg.service.internal.connection import (
     channel_of,
     open_channel,
 )
-from jdisagg.trace_context import outgoing
 
 __all__ = [
     "AsyncClient",

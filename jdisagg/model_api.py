@@ -17,9 +17,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jdisagg.images import ImageFormat
 from jdisagg.layout.axes import LogicalAxis, ModelGeometry
 from jdisagg.layout.kv_spec import KVSpec
+from jdisagg.prompt.images import ImageFormat
 
 if TYPE_CHECKING:
 

@@ -16,9 +16,9 @@ from dataclasses import dataclass, replace
 from typing import Annotated, Any, NamedTuple, TypedDict, get_args, get_origin, get_type_hints
 
 from jdisagg.errors import InvalidRequestError
-from jdisagg.images import PromptImage, check_images, scoped
 from jdisagg.plain import Message, plain
-from jdisagg.prompt_logprobs import PromptLogprobs
+from jdisagg.prompt.images import PromptImage, check_images, scoped
+from jdisagg.prompt.logprobs import PromptLogprobs
 
 MAX_TOP_LOGPROBS = 20
 MAX_LOGIT_BIAS = 512

@@ -13,26 +13,12 @@ import time
 from jdisagg.client import ChatMessage, Client, GenerateOptions
 from jdisagg.errors import ConfigError, JdisaggError
 from launch.console import run
-from launch.flags import CLIENT, define
+from launch.flags import CLIENT, SAMPLING, define
 from launch.settings import credentials
 
 flags = define(
-    "target",
-    "prompt",
-    "chat",
-    "system",
-    "max_tokens",
-    "min_tokens",
-    "temperature",
-    "top_k",
-    "top_p",
-    "seed",
-    "stop",
-    "ignore_eos",
-    "n",
-    "token_file",
-    "deadline_seconds",
-    *CLIENT[1:],
+    *(*CLIENT, "token_file", "deadline_seconds", *SAMPLING),
+    *("prompt", "system", "min_tokens", "stop", "n"),
     required=("prompt",),
     token_file="",
     prompt=(None, "Prompt text. '-' reads it from stdin."),

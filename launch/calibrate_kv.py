@@ -15,12 +15,12 @@ import jax
 import numpy as np
 
 from jdisagg.errors import ConfigError
-from jdisagg.folders import made_folder
 from jdisagg.layout.axes import Layout
 from jdisagg.layout.kv_spec import KV_SCALES_FILE
 from jdisagg.node.deployment import prepare_runtime
 from jdisagg.ops.quantize import FP8_LARGEST
 from jdisagg.ops.quantized_weights import checked_weights
+from jdisagg.settings.folders import made_folder
 from launch.console import run
 from launch.flags import define
 from models.checkpoint import load_model

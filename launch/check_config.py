@@ -36,14 +36,14 @@ from jdisagg.node.hardware_files import find_accelerator
 from jdisagg.ops.quantized_weights import checked_weights
 from jdisagg.service.server import check_address
 from launch.console import run
-from launch.flags import ENGINE, HTTP, SERVICE, define
+from launch.flags import ENGINE, HTTP, SERVICE, define, shown
 from launch.model import as_kept
 from launch.settings import engine_config
 from launch.shipped import SHIPPED_MODEL
 from models.decoder import abstract_model
 from models.inspection import Inspection, bytes_per_device, inspect
 
-flags = define(*ENGINE, *SERVICE, *HTTP, "kv_channel", "device_gib")
+flags = define(*ENGINE, *SERVICE, *HTTP, *shown("channel"), "device_gib")
 
 
 def main() -> int:

@@ -33,10 +33,11 @@ from jdisagg.node.cluster_log import ClusterLog
 from jdisagg.node.cluster_plan import ClusterConfig, ClusterPlan, plan_cluster
 from jdisagg.node.recipes import ClusterShape, load_shape, worker_config
 from jdisagg.observe.logs import start_logging
+from jdisagg.observe.process import check_ports
 from jdisagg.service.server import check_address
 from jdisagg.supervisor.supervisor import StartMember, start_here
 from launch.console import run
-from launch.flags import ENGINE, HTTP, OBSERVE, SERVICE, define
+from launch.flags import ENGINE, HTTP, OBSERVE, SERVICE, define, shown
 from launch.settings import accelerators_of, elastic_config, engine_config, observe_config
 from launch.shipped import SHIPPED_MODEL
 from models.catalog import read_config
@@ -48,7 +49,8 @@ flags = define(
     *ENGINE,
     *SERVICE,
     *HTTP,
-    *("kv_channel", "canary_seconds", "elastic", "decision_log", "cluster_log_dir"),
+    *shown("channel"),
+    *("canary_seconds", "elastic", "decision_log", "cluster_log_dir"),
     "table",
     *OBSERVE,
 )
@@ -123,7 +125,7 @@ def plan(config: ClusterConfig, folder: Path) -> ClusterPlan:
     planned = plan_cluster(config, folder)
     for service in planned.services:
         check_address(service)
-    config.observe.check_ports(1 + len(planned.instances))
+    check_ports(config.observe, 1 + len(planned.instances))
     return planned
 
 

@@ -37,7 +37,7 @@ ELSEWHERE = {
     "enable-prefix-caching": "--prefix_cache",
     "api-key": "--token_file",
 }
-HELP_ALL = ("--help=all", "--helpfull")
+HELP_ALL = ("--helpfull", "--help=all")
 HELP = ("--help", "-help", "-h", "--helpshort", *HELP_ALL)
 
 
@@ -76,6 +76,7 @@ def run(
             print(f"error: {text}; see {page} --help", file=sys.stderr)
             sys.exit(usage)
         try:
+            given.check()
             status = main()
         except JdisaggError as error:
             print(f"error: {error.message}", file=sys.stderr, flush=True)

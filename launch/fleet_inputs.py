@@ -1,16 +1,16 @@
 """Builds the fleet for `jdisagg simulate`, its settings and the elastic controller from flags."""
 
-import math
 import sys
 from dataclasses import dataclass, replace
 
-from jdisagg.config import LimitsConfig, Mode, PrefixConfig, RoutingConfig, override
+from jdisagg.config import LimitsConfig, Mode, PrefixConfig, RoutingConfig
 from jdisagg.costs.hardware import link
 from jdisagg.engine.prefix_defaults import HOST_SHARE, with_defaults
 from jdisagg.errors import ConfigError
 from jdisagg.layout.axes import Layout
 from jdisagg.node.hardware_files import find_accelerator
 from jdisagg.router.elastic import ElasticConfig
+from jdisagg.settings.declared import Settings, assignment, changed
 from jdisagg.simulator.elastic import elastic
 from jdisagg.simulator.fleet import INSTANCE, LIMITS, Fleet, Pool
 from jdisagg.simulator.report import SloLimits
@@ -23,7 +23,7 @@ HOST_BYTES_OF_DEVICE = 250e9
 
 
 @dataclass(frozen=True)
-class SimulationSettings:
+class SimulationSettings(Settings):
     """The parts of a simulation's configuration that --set can change."""
 
     limits: LimitsConfig = LIMITS
@@ -51,7 +51,7 @@ def simulated_fleet(flags: Given) -> Fleet:
     second = find_accelerator(flags.decode_hardware) if flags.decode_hardware else first
     prefill = replace(instance, layout=Layout.parse(flags.prefill))
     decode = replace(instance, layout=Layout.parse(flags.decode or flags.prefill))
-    settings = override(SimulationSettings(), flags.set)
+    settings = changed(SimulationSettings(), map(assignment, flags.set))
     software = software_of(flags)
     geometry = find_geometry(flags.model, flags.kv_dtype, software)
     decoding = Pool(flags.decode_workers, second, decode)
@@ -93,11 +93,9 @@ def _prefix(settings: PrefixConfig, flags: Given, pool: Pool, mode: Mode) -> Pre
 
 
 def controllers(flags: Given, slo: SloLimits | None) -> list[Hook]:
-    if not (math.isfinite(flags.switch_seconds) and flags.switch_seconds >= 0):
-        raise ConfigError(f"--switch_seconds must be 0 or more, got {flags.switch_seconds:g}")
     if not flags.elastic:
         return []
-    config = override(SimulationSettings(), flags.set).elastic
+    config = changed(SimulationSettings(), map(assignment, flags.set)).elastic
     if slo is not None:
         wanted = {"ttft_seconds": slo.ttft_seconds, "tpot_seconds": slo.tpot_seconds}
         given = {name: value for name, value in wanted.items() if value is not None}

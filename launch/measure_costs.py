@@ -64,11 +64,6 @@ def main() -> None:
         model, layout, flags.dtype, lengths, batches, flags.rounds, flags.steps
     )
     memory = flags.memory_gigabytes
-    if memory is not None and not 0 < memory < float("inf"):
-        raise ConfigError(
-            f"--memory_gigabytes must be positive, got {memory:g}; omit it to take what the"
-            " device reports"
-        )
     wanted.context_tokens(shape)
     if not Path(flags.output).resolve().parent.is_dir():
         raise ConfigError(f"--output={flags.output}: its folder does not exist; make it first")

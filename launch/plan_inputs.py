@@ -103,13 +103,8 @@ def shared_prefixes(
             prompts, rounded down to whole blocks. 0 if `hit_rate` is used.
 
     Raises:
-        ConfigError: `hit_rate` is not in [0, 1), or both values are given.
+        ConfigError: Both values are given.
     """
-    if not (math.isfinite(hit_rate) and 0 <= hit_rate < 1):
-        raise ConfigError(
-            f"--hit_rate={hit_rate} must be at least 0 and less than 1; 0.6 means that 60% of each"
-            " prompt is cached"
-        )
     if shared_tokens and hit_rate:
         raise ConfigError("--shared_tokens and --hit_rate exclude each other; leave one out")
     names: dict[int, tuple[int, ...]] = {}

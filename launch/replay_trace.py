@@ -30,7 +30,7 @@ from launch.console import run
 from launch.flags import CLIENT, define
 from launch.progress import counted
 from launch.settings import credentials
-from launch.workload_inputs import TWICE, check_output, check_positive, reasons, slo_limits, traced
+from launch.workload_inputs import TWICE, check_output, reasons, slo_limits, traced
 
 FLAGS = (
     "target", "trace", "speed", "rate", "limit", "spread_tick_seconds", "max_prompt_tokens",
@@ -50,8 +50,6 @@ def main() -> int:
 def _workload() -> list[Arrival]:
     """Checks the flags and returns the arrivals of the trace, before --speed is applied. Raises
     ConfigError or WorkloadError."""
-    for name in ("speed", "rate", "spread_tick_seconds"):
-        check_positive(name, getattr(flags, name))
     if flags.rate is not None and flags.present("speed"):
         raise ConfigError(TWICE.format(flags.speed, flags.rate))
     if flags.requests_table:

@@ -24,7 +24,7 @@ from jdisagg.node.run_files import RouterProcessConfig, read_config
 from jdisagg.node.serving import keep_for_good
 from jdisagg.observe.decision_log import DecisionLog
 from jdisagg.observe.logs import start_logging
-from jdisagg.observe.process import observing
+from jdisagg.observe.process import check_ports, observing
 from jdisagg.service.server import check_address
 from jdisagg.supervisor.supervisor import EXIT_CONFIG
 from launch.console import run
@@ -54,7 +54,7 @@ def main() -> None:
         read_config(flags.config_file, RouterProcessConfig) if flags.config_file else _of_flags()
     )
     check_address(config.router.service)
-    config.observe.check_ports()
+    check_ports(config.observe)
     tokenizer = Tokenizer.from_directory(config.model)
     if flags.config_file:
         start_logging(config.observe.log_format, "router")

@@ -18,7 +18,7 @@ import os
 import sys
 from dataclasses import replace
 
-from jdisagg.config import EngineConfig, ServiceConfig
+from jdisagg.config import EngineConfig, ObserveConfig, ServiceConfig
 from jdisagg.dispatch.router_events import NO_ROUTER_EVENTS
 from jdisagg.errors import UnavailableError
 from jdisagg.node.deployment import prepare_engine
@@ -27,7 +27,7 @@ from jdisagg.node.signals import end_at_once
 from jdisagg.observe import wrap
 from jdisagg.observe.decision_log import DecisionLog
 from jdisagg.observe.logs import start_logging
-from jdisagg.observe.process import ObserveConfig, observing
+from jdisagg.observe.process import check_ports, observing
 from jdisagg.service.server import check_address
 from jdisagg.supervisor.supervisor import EXIT_BROKEN
 from launch.console import run
@@ -44,7 +44,7 @@ def main() -> None:
     config = engine_config(flags)
     check_address(config.service)
     observe = replace(observe_config(flags), metrics=config.service.http_port is not None)
-    observe.check_ports()
+    check_ports(observe)
     prepare_engine(config, flags.devices)
     log = DecisionLog(flags.decision_log) if flags.decision_log else contextlib.nullcontext()
     with log as decisions:

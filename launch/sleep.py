@@ -15,12 +15,7 @@ from launch.flags import CLIENT, Given, define
 from launch.settings import credentials
 
 flags = define(
-    "target",
-    "worker",
-    "sleep_level",
-    "deadline_seconds",
-    "token_file",
-    *CLIENT[1:],
+    *(*CLIENT, "worker", "sleep_level", "deadline_seconds", "token_file"),
     worker=(None, "Name of the only worker. Default: all workers."),
     deadline_seconds=SLEEP_SECONDS,
     token_file="",

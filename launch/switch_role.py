@@ -22,13 +22,7 @@ from launch.flags import CLIENT, define
 from launch.settings import credentials
 
 flags = define(
-    "target",
-    "worker",
-    "role",
-    "layout",
-    "deadline_seconds",
-    "cluster_token_file",
-    *CLIENT[1:],
+    *(*CLIENT, "worker", "role", "layout", "deadline_seconds", "cluster_token_file"),
     required=("worker", "role"),
     deadline_seconds=300.0,
     cluster_token_file="",

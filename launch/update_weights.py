@@ -18,13 +18,7 @@ from launch.flags import CLIENT, define
 from launch.settings import credentials
 
 flags = define(
-    "target",
-    "model",
-    "weights_version",
-    "update_mode",
-    "deadline_seconds",
-    "token_file",
-    *CLIENT[1:],
+    *(*CLIENT, "model", "weights_version", "update_mode", "deadline_seconds", "token_file"),
     required=("model",),
     model=(None, "Checkpoint folder, on the hosts of all workers, or name of an offer."),
     deadline_seconds=UPDATE_SECONDS,

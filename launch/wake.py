@@ -10,11 +10,7 @@ from launch.settings import credentials
 from launch.sleep import report, workers_of
 
 flags = define(
-    "target",
-    "worker",
-    "deadline_seconds",
-    "token_file",
-    *CLIENT[1:],
+    *(*CLIENT, "worker", "deadline_seconds", "token_file"),
     worker=(None, "Name of the only worker. Default: all workers."),
     deadline_seconds=UPDATE_SECONDS,
     token_file="",

@@ -21,6 +21,7 @@ import socket
 import sys
 from dataclasses import replace
 
+from jdisagg.config import ObserveConfig
 from jdisagg.engine.host_settings import hand_over_quickly
 from jdisagg.errors import ConfigError, JdisaggError, UnavailableError
 from jdisagg.instance.processes import ProcessGroup
@@ -36,12 +37,12 @@ from jdisagg.node.signals import end_at_once
 from jdisagg.node.worker import worker_spec
 from jdisagg.node.worker_process import WorkerProcess, join
 from jdisagg.observe.logs import start_logging
-from jdisagg.observe.process import ObserveConfig, observing
+from jdisagg.observe.process import observing
 from jdisagg.service.certificate import check_certificate
 from jdisagg.service.server import check_address
 from jdisagg.supervisor.supervisor import EXIT_BROKEN, EXIT_CONFIG
 from launch.console import run
-from launch.flags import ENGINE, OBSERVE, SERVICE, define
+from launch.flags import ENGINE, OBSERVE, SERVICE, define, shown
 from launch.model import model_source
 from launch.settings import check_target, engine_config, observe_config
 from launch.shipped import SHIPPED_MODEL
@@ -50,7 +51,8 @@ flags = define(
     *("role", "layout", "router", "name"),
     *(name for name in ENGINE if name not in ("prefill", "decode")),
     *SERVICE,
-    *("advertise_host", "kv_host", "kv_channel", "devices", "gpus", "place"),
+    *shown("peer", "channel"),
+    *("devices", "gpus", "place"),
     *("num_processes", "process_id", "coordinator"),
     *("config_file", *OBSERVE),
     port=0,

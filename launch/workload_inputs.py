@@ -1,6 +1,5 @@
 """Builds workloads from flags, checks output files, and summarises failed requests."""
 
-import math
 import os
 from collections import Counter
 from collections.abc import Iterable
@@ -16,12 +15,6 @@ from launch.flags import Given
 TWICE = "--speed={:g} and --rate={:g} both set the rate; give one of them"
 
 
-def check_positive(name: str, value: float | None) -> None:
-    """Checks the value of the flag `name`. Raises ConfigError if it is given and not positive."""
-    if value is not None and not (math.isfinite(value) and value > 0):
-        raise ConfigError(f"--{name} must be a positive number, got {value:g}")
-
-
 def slo_limits(flags: Given) -> SloLimits | None:
     given = flags.ttft is not None or flags.tpot is not None
     return SloLimits(flags.ttft, flags.tpot) if given else None
@@ -34,12 +27,9 @@ def arrivals_of(flags: Given, context_tokens: int | None = None) -> list[Arrival
     WorkloadError for invalid flags or combinations of flags."""
     if flags.rate is not None and flags.speed is not None:
         raise ConfigError(TWICE.format(flags.speed, flags.rate))
-    if flags.requests is not None and flags.requests < 1:
-        raise ConfigError(f"--requests must be at least 1, got {flags.requests}")
-    for name in ("rate", "speed", "spread_tick_seconds"):
+    for name in ("speed", "spread_tick_seconds"):
         value = getattr(flags, name)
-        check_positive(name, value)
-        if name != "rate" and value is not None and flags.trace is None:
+        if value is not None and flags.trace is None:
             raise ConfigError(f"--{name}={value:g} needs --trace")
     for name in ("turns", "think_seconds", "system_tokens"):
         if flags.present(name) and (flags.trace is not None or flags.turns is None):

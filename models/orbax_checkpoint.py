@@ -22,10 +22,10 @@ from jax.errors import JaxRuntimeError
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jdisagg.errors import CheckpointError, JdisaggError
-from jdisagg.folders import made_folder
 from jdisagg.layout.axes import Layout
 from jdisagg.layout.kv_spec import KV_SCALES_FILE
 from jdisagg.ops.parameters import param_logical_axes, weight_formats, weight_shardings
+from jdisagg.settings.folders import made_folder
 from models.decoder import Decoder
 from models.parameter_tree import ParameterShape, parameter_shapes, with_arrays
 

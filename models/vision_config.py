@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from jdisagg.costs.model_geometry import ImageEncoder
-from jdisagg.images import ImageFormat
+from jdisagg.prompt.images import ImageFormat
 from models.hf_config import HfConfig
 
 # Largest number of patches of an image that programs are compiled for: 2,048 x 2,048 pixels with

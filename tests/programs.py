@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 from jdisagg.errors import ConfigError
-from jdisagg.folders import made_folder
+from jdisagg.settings.folders import made_folder
 
 VARIABLE = "JDISAGG_TEST_PROGRAMS"
 KEPT_DAYS = 14

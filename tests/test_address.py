@@ -5,9 +5,15 @@ from dataclasses import replace
 
 import pytest
 
-from jdisagg.address import canonical, host_port, is_local, listening_socket, parse_host_port
 from jdisagg.config import ServiceConfig
 from jdisagg.errors import ConfigError
+from jdisagg.settings.address import (
+    canonical,
+    host_port,
+    is_local,
+    listening_socket,
+    parse_host_port,
+)
 from launch.settings import check_target
 
 ELSEWHERE = "192.0.2.7"  # of documentation: no interface has it

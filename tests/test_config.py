@@ -1,15 +1,29 @@
-"""Overrides of a recipe's fields, as `jdisagg serve --set` passes them."""
+"""Settings are read from text, and impossible ones are named by their path."""
+
+import enum
+import operator
+from collections.abc import Iterator
 
 import pytest
 
 from configs import tiny_cpu
-from jdisagg.config import EngineConfig, InstanceConfig, Mode, PrefixConfig, ServiceConfig, override
-from jdisagg.errors import ConfigError, LayoutError
+from jdisagg.config import (
+    EngineConfig,
+    InstanceConfig,
+    Mode,
+    ObserveConfig,
+    PrefixConfig,
+    ServiceConfig,
+)
+from jdisagg.errors import ConfigError
 from jdisagg.layout.axes import Layout
+from jdisagg.router.elastic import ElasticConfig
+from jdisagg.settings.declared import SettingError, Settings, settings_of, texts_of
+from tests.set_settings import set_by
 
 
 def test_fields_are_set_by_path_and_parsed_by_their_type():
-    config = override(
+    config = set_by(
         tiny_cpu.get_config(),
         [
             "mode=chunked",
@@ -26,45 +40,64 @@ def test_fields_are_set_by_path_and_parsed_by_their_type():
     )
     assert (config.limits.handoff_lease_seconds, config.warm_up) == (4.5, False)
     assert config.prefill == tiny_cpu.get_config().prefill
-    assert override(config, ["decode.pages_per_rank=none"]).decode.pages_per_rank is None
+    assert set_by(config, ["decode.pages_per_rank=none"]).decode.pages_per_rank is None
 
 
 @pytest.mark.parametrize("order", [1, -1])
 def test_the_order_of_overrides_does_not_matter(order: int):
     both = ["decode.chunk_tokens=64", "decode.min_chunk_tokens=32"][::order]
     start = EngineConfig(decode=InstanceConfig(chunk_tokens=128, min_chunk_tokens=128))
-    decode = override(start, both).decode
+    decode = set_by(start, both).decode
     assert (decode.chunk_tokens, decode.min_chunk_tokens) == (64, 32)
 
 
 def test_of_two_overrides_of_a_field_the_later_counts():
-    assert override(EngineConfig(), ["service.port=1", "service.port=2"]).service.port == 2
+    assert set_by(EngineConfig(), ["service.port=1", "service.port=2"]).service.port == 2
 
 
 IMPOSSIBLE = {
-    "decode.slots=4": "InstanceConfig has no field 'slots'; it has layout, page_size",
-    "decoder.page_size=4": "EngineConfig has no field 'decoder'",
-    "decode.page_size.x=4": "'decode.page_size.x': int has no fields",
-    "decode=4": "InstanceConfig is not a single value; set one of its fields: layout",
-    "decode.page_size": "must have the form path.to.field=value",
-    "decode.page_size=many": "'many' is not a int",
-    "mode=magic": "'magic' is not a Mode: one of disaggregated, chunked, unified",
-    "warm_up=perhaps": "'perhaps' is not a bool",
-    "decode.page_size=0": "page_size must be positive, got 0",
+    "decode.slots=4": "decode.slots is not a setting; there are layout, page_size",
+    "decoder.page_size=4": "decoder is not a setting; did you mean decode?",
+    "decode.page_size.x=4": "decode.page_size has no settings of its own",
+    "decode=4": "decode is a section, not a value, got '4'; set one of its settings: layout",
+    "decode.page_size": "must have the form path.to.setting=value",
+    "decode.page_size=many": "decode.page_size must be a whole number, got 'many'",
+    "mode=magic": "mode must be one of disaggregated, chunked, unified, got 'magic'",
+    "warm_up=perhaps": "warm_up must be true or false, got 'perhaps'",
+    "decode.page_size=0": "decode.page_size must be positive, got 0",
+    "decode.chunk_tokens=16": "decode.min_chunk_tokens=64 must not exceed chunk_tokens=16; lower",
+    "decode.layout=dp2": "decode.layout: .*'dp2' is not one of dp=N",
     "limits.handoff_lease_seconds=2.5": r"must be at least 3, .*handoff.heartbeat_seconds=2",
-    "service.port=99999": r"service.port must be in \[0, 65535\], got 99999",
+    "service.port=99999": r"service.port must be in \[0, 65535\], got 99999; 0 lets",
 }
 
 
-def test_an_override_that_cannot_work_is_named():
+def test_a_setting_that_cannot_be_is_named_by_its_path():
     for assignment, message in IMPOSSIBLE.items():
-        with pytest.raises(ConfigError, match=message):
-            override(EngineConfig(), [assignment])
+        with pytest.raises(SettingError, match=message):
+            set_by(EngineConfig(), [assignment])
 
 
-def test_a_layout_that_cannot_be_read_is_a_layout_error():
-    with pytest.raises(LayoutError, match="'dp2' is not one of dp=N"):
-        override(EngineConfig(), ["decode.layout=dp2"])
+def leaves(config: Settings, at: str = "") -> Iterator[tuple[str, object]]:
+    for form in settings_of(type(config)):
+        value = getattr(config, form.name)
+        path = f"{at}{form.name}"
+        yield from leaves(value, f"{path}.") if isinstance(value, Settings) else [(path, value)]
+
+
+@pytest.mark.parametrize("config", [tiny_cpu.get_config(), ElasticConfig(), ObserveConfig()])
+def test_the_text_of_every_value_is_read_as_the_value(config: Settings):
+    for path, value in leaves(config):
+        text = value.value if isinstance(value, enum.Enum) else str(value)
+        assert set_by(config, [f"{path}={text}"]) == config, path
+
+
+def test_every_setting_has_a_text():
+    for config in (EngineConfig(), ElasticConfig(), ObserveConfig()):
+        for path, _ in leaves(config):
+            *sections, name = path.split(".")
+            owner = operator.attrgetter(".".join(sections))(config) if sections else config
+            assert texts_of(type(owner)).get(name), f"{path} is missing in Attributes:"
 
 
 SERVICES: list[dict[str, object]] = [
@@ -74,16 +107,22 @@ SERVICES: list[dict[str, object]] = [
     *({"http_cors_origins": "https://a.example/page"}, {"http_cors_origins": "*, x"}),
 ]
 PREFIXES: list[tuple[dict[str, object], str]] = [
-    ({"disk_dir": "/kv"}, "prefix.disk_dir='/kv' and prefix.disk_gib=0 go together"),
-    ({"disk_gib": 1.0}, "prefix.disk_dir='' and prefix.disk_gib=1 go together"),
-    ({"disk_gib": -1.0}, "prefix.disk_gib must be 0 or more"),
-    ({"disk_dir": "/kv", "disk_gib": 1.0, "host_gib": 0.0}, "remove --host_cache_gib=0"),
-    ({"disk_ttl_hours": 1.0}, "prefix.disk_ttl_hours=1 needs the disk tier"),
-    ({"disk_ttl_hours": -1.0}, "prefix.disk_ttl_hours must be 0 or more, got -1"),
-    ({"disk_ttl_hours": float("nan")}, "prefix.disk_ttl_hours must be 0 or more, got nan"),
+    ({"disk_dir": "/kv"}, r"disk_dir='/kv' needs disk_gib \(--disk_cache_gib\), got 0.0; set"),
+    ({"disk_gib": 1.0}, r"prefix.disk_gib=1.0 needs disk_dir \(--disk_cache_dir\), got ''; set it"),
+    ({"disk_gib": -1.0}, "prefix.disk_gib must not be negative"),
+    (
+        {"disk_dir": "/kv", "disk_gib": 1.0, "host_gib": 0.0},
+        r"needs host_gib \(--host_cache_gib\), got 0.0",
+    ),
+    ({"disk_ttl_hours": 1.0}, "prefix.disk_ttl_hours=1.0 needs disk_gib"),
+    ({"disk_ttl_hours": -1.0}, "prefix.disk_ttl_hours must not be negative, got -1"),
+    ({"disk_ttl_hours": float("nan")}, "prefix.disk_ttl_hours must be a finite number, got nan"),
     ({"append_tokens": 24}, "prefix.append_tokens must be 0 or a multiple of 16"),
-    ({"append_tokens": -16}, "in a chunk, got -16"),
-    ({"append_tokens": 64, "reuse": False, "host_gib": 0.0}, "remove --noprefix_cache"),
+    ({"append_tokens": -16}, "got -16; rows of a chunk"),
+    (
+        {"append_tokens": 64, "reuse": False, "host_gib": 0.0},
+        r"append_tokens=64 needs reuse \(--prefix_cache\), got False",
+    ),
     ({"append_tokens": 64, "grid_tokens": 128}, "omit one of the two"),
 ]
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 
 from jdisagg.errors import InvalidRequestError
-from jdisagg.images import (
+from jdisagg.prompt.images import (
     Grid,
     ImageFormat,
     PromptImage,

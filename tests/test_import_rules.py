@@ -19,10 +19,9 @@ from tests import lanes
 from tests.import_graph import CLIENTS, ROOT, import_graph, module_name, product, reached
 
 PURE = (
-    *("assembly", "request", "images", "config", "errors", "json_pointer", "clock", "timeouts"),
-    *("token_bucket", "spending", "telemetry", "trace_context", "layout", "grammar", "guide"),
-    *("costs", "messages", "chat", "router", "scheduler", "dispatch", "worker", "supervisor"),
-    *("observe", "simulator"),
+    *("assembly", "request", "config", "errors", "clock", "telemetry", "settings", "prompt"),
+    *("layout", "grammar", "guide", "costs", "messages", "chat", "router", "scheduler"),
+    *("dispatch", "worker", "supervisor", "observe", "simulator"),
 )
 WITHOUT_JAX = ("service", "client")
 JAX = {"jax", "jaxlib", "flax", "orbax", "tensorstore", "optax"}

@@ -6,12 +6,12 @@ import random
 
 import pytest
 
-from jdisagg.caller import Caller, KeyLimits
+from jdisagg.dispatch.caller import Caller, KeyLimits
 from jdisagg.dispatch.client_limits import BURST_SECONDS, KeyUse
 from jdisagg.errors import QuotaExceededError
 from jdisagg.messages.registry import RouterUse
 from jdisagg.router.admission import Quotas
-from jdisagg.spending import FORGET_SECONDS, IDLE_SECONDS, PRESENT_SECONDS, Spending
+from jdisagg.router.spending import FORGET_SECONDS, IDLE_SECONDS, PRESENT_SECONDS, Spending
 
 RATE, SECONDS = 3.0, 600.0
 

@@ -4,9 +4,9 @@ import dataclasses
 
 import pytest
 
-from jdisagg.config import LimitsConfig, override
+from jdisagg.config import LimitsConfig
 from jdisagg.errors import ConfigError
-from jdisagg.timeouts import (
+from jdisagg.settings.timeouts import (
     DEFAULT_TIMEOUTS,
     Backoff,
     HandoffTimeouts,
@@ -14,6 +14,7 @@ from jdisagg.timeouts import (
     RequestTimeouts,
     Timeouts,
 )
+from tests.set_settings import set_by
 
 
 def test_a_backoff_doubles_up_to_its_bound_however_often_it_failed() -> None:
@@ -23,13 +24,13 @@ def test_a_backoff_doubles_up_to_its_bound_however_often_it_failed() -> None:
 
 CONTRADICTIONS = {
     "first_seconds=2 must not exceed most_seconds=1": lambda: Backoff(2.0, 1.0),
-    "heartbeat_seconds=2 must not exceed suspect_seconds=1.5": (
+    "MembershipTimeouts.heartbeat_seconds=2 must not exceed suspect_seconds=1.5": (
         lambda: MembershipTimeouts(heartbeat_seconds=2.0)
     ),
     "suspect_seconds=1.5 must not exceed gone_seconds=1": (
         lambda: MembershipTimeouts(gone_seconds=1.0)
     ),
-    "HandoffTimeouts.pull_tries must be positive": lambda: HandoffTimeouts(pull_tries=0),
+    "HandoffTimeouts.pull_tries must be positive, got 0": lambda: HandoffTimeouts(pull_tries=0),
     "handoff_lease_seconds=7.0 must be at least 15.*heartbeat_seconds=10": (
         lambda: LimitsConfig(timeouts=Timeouts(handoff=HandoffTimeouts(heartbeat_seconds=10.0)))
     ),
@@ -53,7 +54,7 @@ def test_scaled_timeouts_keep_their_relations_and_their_counts() -> None:
 
 
 def test_every_wait_can_be_set_by_its_path() -> None:
-    limits = override(
+    limits = set_by(
         LimitsConfig(),
         ["timeouts.request.retry.first_seconds=0.5", "timeouts.handoff.pull_tries=5"],
     )

@@ -6,7 +6,7 @@ where its own waits would end too early. The product itself reads no environment
 
 import os
 
-from jdisagg.timeouts import DEFAULT_TIMEOUTS, Timeouts
+from jdisagg.settings.timeouts import DEFAULT_TIMEOUTS, Timeouts
 
 TIME_SCALE = float(os.environ.get("JDISAGG_TEST_TIME_SCALE", "1"))
 

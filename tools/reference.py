@@ -2,12 +2,11 @@
 
     python -m tools.reference
 
-Flags are read from `launch/flags.py` and from the commands that accept them. Configuration fields
-are read from dataclasses and their docstrings, and metrics from the calls in the source that define
-them. A test checks that the committed pages are up to date."""
+Flags are read from `launch/flags.py` and from the commands that accept them, configuration fields
+from the dataclasses of settings, and metrics from the calls in the source that define them. A test
+checks that the committed pages are up to date."""
 
 import ast
-import dataclasses
 import importlib
 import inspect
 import re
@@ -18,8 +17,9 @@ from pathlib import Path
 from jdisagg.config import EngineConfig
 from jdisagg.observe.counter_texts import text_of
 from jdisagg.router.elastic import ElasticConfig
+from jdisagg.settings.declared import Settings, settings_of, texts_of
 from launch.__main__ import COMMANDS
-from launch.flags import GROUPS, Given, help_of, shown_default
+from launch.flags import FLAGS, TITLES, Given, shown_default
 from launch.settings import recipe_defaults
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -44,7 +44,7 @@ def flags() -> str:
     commands: dict[str, Given] = {
         name: importlib.import_module(f"launch.{name}").flags for name in COMMANDS
     }
-    recipe = recipe_defaults(("config", *(name for group in GROUPS.values() for name in group)))
+    recipe = recipe_defaults(("config", *FLAGS))
     lines = [
         "# Flags\n",
         "All flags of all commands. A flag means the same in each command that takes it. Defaults"
@@ -52,9 +52,9 @@ def flags() -> str:
         " configuration field.\n",
         MADE,
     ]
-    for title, group in GROUPS.items():
+    for title in TITLES:
         rows = []
-        for name in group:
+        for name in (name for name in FLAGS if FLAGS[name].title == title):
             takers = [command for command, given in commands.items() if name in given.names]
             if not takers:
                 continue
@@ -62,15 +62,14 @@ def flags() -> str:
             for command in takers:
                 flag = commands[command].values[name]
                 value = recipe.get(name) if flag.default is None else flag.default
-                texts.setdefault(help_of(flag), []).append(command)
+                texts.setdefault(commands[command].help_of(name), []).append(command)
                 defaults.setdefault(shown_default(value), []).append(command)
             rows.append((f"`--{name}`", _of(defaults), _of(texts), ", ".join(takers)))
         if rows:
             lines += [f"## {title}\n", _table(("flag", "default", "meaning", "commands"), rows)]
     limits = (
-        "## Limitations\n\nFlags cannot be set by environment variables, and there is no YAML form"
-        " of a configuration: `--config` takes a Python\nfile. A dash in a name is read as an"
-        " underscore (`--http-port`).\n"
+        "## Limitations\n\nA dash in a name is read as an underscore (`--http-port`). `--set` sets"
+        " what has no flag.\n"
     )
     return "\n".join([*lines, limits])
 
@@ -97,53 +96,33 @@ def configuration() -> str:
     return "\n".join([*lines, limits])
 
 
-def _config_tables(prefix: str, config: object, rows: list[tuple[str, str, str]]) -> list[str]:
-    """Appends the fields of the configuration class `config` to `rows`, and returns the tables of
-    fields that are configuration classes themselves."""
+def _config_tables(prefix: str, config: Settings, rows: list[tuple[str, str, str]]) -> list[str]:
+    """Appends the settings of `config` to `rows`, and returns the tables of its sections."""
     lines: list[str] = []
-    meanings = field_texts(type(config).__doc__ or "")
-    for field in dataclasses.fields(config):  # pyright: ignore[reportArgumentType]
-        value = getattr(config, field.name)
-        path = f"{prefix}{field.name}"
-        if not prefix and field.name == "prefill":
+    texts = texts_of(type(config))
+    for setting in settings_of(type(config)):
+        value = getattr(config, setting.name)
+        path, text = f"{prefix}{setting.name}", _sentence(texts.get(setting.name, ""))
+        if path == "prefill":
             continue
-        if dataclasses.is_dataclass(value) and type(value).__name__ != "Layout":
+        if isinstance(value, Settings):
             path = "instance" if path == "decode" else path
             inner: list[tuple[str, str, str]] = []
             nested = _config_tables(f"{path}.", value, inner)
-            text = _sentence(meanings.get(field.name, "")) or _summary(type(value))
-            lines += [f"## {path}\n", f"{text}\n"] if text else [f"## {path}\n"]
-            lines += [_table(("field", "default", "meaning"), inner), *nested]
+            lines += [f"## {path}\n", f"{text or _summary(type(value))}\n"]
+            lines += [_table(("field", "default", "meaning"), inner)] if inner else []
+            lines += nested
         else:
             shown = value.value if isinstance(value, Enum) else value
             default = "" if shown in (None, "") else f"`{shown}`"
-            rows.append((f"`{path}`", default, _sentence(meanings.get(field.name, ""))))
+            values = f" One of {', '.join(setting.values)}." if setting.values else ""
+            rows.append((f"`{path}`", default, f"{text}{values}"))
     return lines
 
 
 def _summary(kind: type) -> str:
     """Returns the first paragraph of a class's docstring, if it is prose."""
     return " ".join((inspect.getdoc(kind) or "").partition("\n\n")[0].split())
-
-
-def field_texts(doc: str) -> dict[str, str]:
-    """Returns the descriptions in a docstring's `Args:` or `Attributes:` sections, by name.
-
-    A description starts with `name:` and continues on deeper-indented lines."""
-    found: dict[str, str] = {}
-    section, indent, name = False, 0, ""
-    for line in inspect.cleandoc(doc).splitlines():
-        if re.fullmatch(r"[A-Z]\w*:", line):
-            section, indent, name = line in ("Args:", "Attributes:"), 0, ""
-        elif section and line.strip():
-            depth = len(line) - len(line.lstrip())
-            indent = indent or depth
-            started = re.match(r"\s*`{0,2}(\w+)`{0,2}(?: \([^)]*\))?:\s*(.*)", line)
-            if depth == indent and started:
-                name, found[started[1]] = started[1], started[2]
-            elif name:
-                found[name] += f" {line.strip()}"
-    return found
 
 
 def metrics() -> str:

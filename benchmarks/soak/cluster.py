@@ -17,14 +17,15 @@ import psutil
 from benchmarks.soak.orders import OrderDesk
 from jdisagg.client import AsyncClient
 from jdisagg.clock import MonotonicClock
-from jdisagg.config import EngineConfig, override
+from jdisagg.config import EngineConfig
 from jdisagg.errors import JdisaggError
 from jdisagg.messages.worker_status import WorkerStatus
 from jdisagg.node.cluster_plan import ClusterConfig, plan_cluster
 from jdisagg.node.recipes import ClusterShape
+from jdisagg.settings.declared import assignment, changed
+from jdisagg.settings.timeouts import Backoff, ProcessTimeouts
 from jdisagg.supervisor.child_process import Command
 from jdisagg.supervisor.supervisor import GroupSpec, SupervisedGroup
-from jdisagg.timeouts import Backoff, ProcessTimeouts
 from launch.shipped import SHIPPED_MODEL
 from tests import time_scale
 
@@ -70,17 +71,20 @@ class ChaosCluster:
             *("page_size=16", "slots_per_rank=4", "chunk_tokens=64", "min_chunk_tokens=64"),
             f"codec={shape.codec}",
         )
-        engine = override(
+        engine = changed(
             EngineConfig(),
-            [
-                f"prefill.layout={shape.prefill_layout}",
-                f"decode.layout={shape.decode_layout}",
-                f"service.drain_seconds={shape.drain_seconds}",
-                f"warm_up={shape.warm_up}",
-                f"compilation_cache={cache}",
-                *limits,
-                *(f"{side}.{text}" for side in ("prefill", "decode") for text in both),
-            ],
+            map(
+                assignment,
+                [
+                    f"prefill.layout={shape.prefill_layout}",
+                    f"decode.layout={shape.decode_layout}",
+                    f"service.drain_seconds={shape.drain_seconds}",
+                    f"warm_up={shape.warm_up}",
+                    f"compilation_cache={cache}",
+                    *limits,
+                    *(f"{side}.{text}" for side in ("prefill", "decode") for text in both),
+                ],
+            ),
         )
         engine = replace(engine, service=replace(engine.service, port=0))
         config = ClusterConfig(

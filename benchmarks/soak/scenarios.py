@@ -24,7 +24,7 @@ from benchmarks.soak.load import DEADLINE_SECONDS, Kind, Stream
 from benchmarks.soak.moments import Moment
 from benchmarks.soak.orders import Reached
 from jdisagg.client import AsyncClient
-from jdisagg.timeouts import DEFAULT_TIMEOUTS
+from jdisagg.settings.timeouts import DEFAULT_TIMEOUTS
 from tests import time_scale
 
 HOLD_SECONDS = 8.0

@@ -16,7 +16,7 @@ from typing import NoReturn
 
 import msgspec
 
-from jdisagg.json_pointer import referred
+from jdisagg.grammar.json_pointer import referred
 
 Types = frozenset[str]
 TEXT: Types = frozenset({"string"})

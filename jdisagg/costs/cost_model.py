@@ -28,9 +28,8 @@ from jdisagg.costs.model_geometry import (
 )
 from jdisagg.errors import ConfigError
 from jdisagg.layout.axes import Layout
+from jdisagg.layout.kv_spec import CODEC_BITS
 
-# Bits of a value under each codec (transfer/codec.py); None keeps the KV's own type.
-CODEC_BITS: dict[str, int | None] = {"none": None, "int8": 8, "fp8": 8, "int4": 4}
 SCALE_BYTES = 4  # one float32 scale for each head and token of a component
 MOST_REMEMBERED = 1 << 14  # numbers of tokens whose dense products are cached
 

@@ -14,7 +14,7 @@ from typing import Generic, Protocol, TypeVar
 from jdisagg.clock import Clock
 from jdisagg.router.admission import Drain
 from jdisagg.router.fairness import FairQueue, Ticket
-from jdisagg.timeouts import RequestTimeouts
+from jdisagg.settings.timeouts import RequestTimeouts
 
 
 class Endable(Protocol):

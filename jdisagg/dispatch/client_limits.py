@@ -12,9 +12,9 @@ from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from typing import ParamSpec, TypeVar
 
-from jdisagg.caller import Caller
+from jdisagg.dispatch.caller import Caller
 from jdisagg.errors import OverloadedError, QuotaExceededError
-from jdisagg.spending import Spending
+from jdisagg.router.spending import Spending
 
 BURST_SECONDS = 10.0  # size of a bucket, in seconds of its rate
 STREAM_RETRY_SECONDS = 1.0

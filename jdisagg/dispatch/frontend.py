@@ -14,11 +14,11 @@ import uuid
 from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import TYPE_CHECKING, Protocol, Unpack
 
-from jdisagg import caller
 from jdisagg.chat.formats import AnswerFormat
 from jdisagg.chat.messages import ChatPrompt, ToolChoice
 from jdisagg.clock import MonotonicClock
 from jdisagg.config import LimitsConfig
+from jdisagg.dispatch import caller
 from jdisagg.dispatch.answers import ChatAnswers, thinks
 from jdisagg.dispatch.client_limits import KeyUse
 from jdisagg.dispatch.options import (
@@ -169,7 +169,7 @@ class Frontend:
 
         Args:
             tenant: Name of the tenant from the client's request. The tenant of the client's bearer
-                token (`jdisagg.caller`) takes precedence.
+                token (`jdisagg.dispatch.caller`) takes precedence.
             resumption: Tokens of an earlier stream that the client already has. The new stream
                 continues after them.
             life: Random number that identifies the stream across retries (`Request.life`).

@@ -16,7 +16,7 @@ from jdisagg.chat.images import ChatImage, ImageLayout
 from jdisagg.config import LimitsConfig
 from jdisagg.dispatch.client_limits import to_its_end
 from jdisagg.errors import OverloadedError
-from jdisagg.images import PromptImage
+from jdisagg.prompt.images import PromptImage
 
 IMAGE_THREADS = 4  # bounds the memory of decoded images
 MAX_IMAGES_AT_WORK = 64  # requests whose images are read or wait for a thread

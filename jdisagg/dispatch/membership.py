@@ -27,7 +27,7 @@ from jdisagg.messages.worker_status import WorkerRole, WorkerStatus
 from jdisagg.router.accounts import Accounts
 from jdisagg.router.cluster_state import ClusterState, Description
 from jdisagg.router.known_blocks import KnownBlocks
-from jdisagg.timeouts import DEFAULT_TIMEOUTS, MembershipTimeouts
+from jdisagg.settings.timeouts import DEFAULT_TIMEOUTS, MembershipTimeouts
 
 Port = TypeVar("Port")
 

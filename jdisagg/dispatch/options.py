@@ -11,7 +11,7 @@ from typing import Any
 from jdisagg.chat.forced_calls import forced_calls
 from jdisagg.chat.messages import ChatPrompt
 from jdisagg.errors import InvalidRequestError
-from jdisagg.prompt_logprobs import MAX_PROMPT_LOGPROBS
+from jdisagg.prompt.logprobs import MAX_PROMPT_LOGPROBS
 from jdisagg.request import (
     MAX_ALLOWED_TOKENS,
     MAX_BAD_WORDS,

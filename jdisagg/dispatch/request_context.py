@@ -11,7 +11,6 @@ from jdisagg.config import LimitsConfig
 from jdisagg.dispatch.placer import Placer
 from jdisagg.dispatch.request_run import RequestRun
 from jdisagg.errors import JdisaggError, UnavailableError
-from jdisagg.images import PromptImage
 from jdisagg.messages.ports import (
     Child,
     DecodePort,
@@ -23,6 +22,7 @@ from jdisagg.messages.ports import (
 from jdisagg.messages.weights import WeightsPort
 from jdisagg.messages.worker_status import WorkerStatus
 from jdisagg.plain import plain
+from jdisagg.prompt.images import PromptImage
 from jdisagg.request import Request
 from jdisagg.router.accounts import Accounts
 from jdisagg.telemetry import Counters

@@ -36,6 +36,7 @@ from dataclasses import replace
 from jdisagg.clock import Clock, unended
 from jdisagg.config import LimitsConfig
 from jdisagg.dispatch.attempt import Attempt
+from jdisagg.dispatch.ids import random_id
 from jdisagg.dispatch.placer import PlacementHandle, PlacementRequest, Placer, PlacerSettings
 from jdisagg.dispatch.public_text import public
 from jdisagg.dispatch.request_context import ClusterPorts, RequestContext
@@ -48,10 +49,9 @@ from jdisagg.errors import (
     OverloadedError,
     UnavailableError,
 )
-from jdisagg.ids import random_id
-from jdisagg.images import PromptImage
 from jdisagg.messages.ports import DecodePort, PrefillPort
 from jdisagg.messages.worker_status import WorkerStatus
+from jdisagg.prompt.images import PromptImage
 from jdisagg.request import Request, StreamEvent
 from jdisagg.router.accounts import Accounts
 from jdisagg.router.admission import Drain, admit

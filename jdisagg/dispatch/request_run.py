@@ -16,10 +16,10 @@ from jdisagg.clock import Clock, unended
 from jdisagg.dispatch.placer import PlacementHandle
 from jdisagg.dispatch.token_stream import TextDelta
 from jdisagg.errors import DeadlineExceededError, UnavailableError
-from jdisagg.mailbox import Mailbox
+from jdisagg.messages.mailbox import Mailbox
 from jdisagg.messages.ports import Child
 from jdisagg.messages.weights import version_of
-from jdisagg.prompt_logprobs import PromptLogprobs
+from jdisagg.prompt.logprobs import PromptLogprobs
 from jdisagg.request import (
     CachedTokens,
     FinishReason,

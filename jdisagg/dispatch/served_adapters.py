@@ -7,7 +7,7 @@ a worker that restarts, or joins later, needs no list of adapters."""
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 
-from jdisagg import caller
+from jdisagg.dispatch import caller
 from jdisagg.errors import InvalidRequestError, UnauthenticatedError
 from jdisagg.messages.worker_status import WorkerStatus
 from jdisagg.request import Adapter

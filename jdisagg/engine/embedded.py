@@ -13,6 +13,7 @@ from functools import partial
 from jdisagg.assembly import LocalAffinity, LocalCluster, Worker
 from jdisagg.clock import MonotonicClock
 from jdisagg.config import EngineConfig, InstanceConfig, Mode
+from jdisagg.dispatch.ids import random_id
 from jdisagg.dispatch.placer import PlacerSettings
 from jdisagg.dispatch.request_context import ClusterPorts
 from jdisagg.dispatch.request_path import RequestPath
@@ -37,7 +38,6 @@ from jdisagg.engine.replica import (
 from jdisagg.errors import ConfigError, LayoutError, UnavailableError
 from jdisagg.executor.weight_swaps import WeightsSource
 from jdisagg.grammar.compiler import GrammarCompiler
-from jdisagg.ids import random_id
 from jdisagg.layout.kv_spec import KVSpec
 from jdisagg.messages.step_commands import KvKind, PullBlock
 from jdisagg.messages.worker_status import WorkerRole, WorkerStatus

@@ -15,9 +15,9 @@ import numpy as np
 
 from jdisagg.executor.programs import RANK, Programs
 from jdisagg.executor.weights import Part, VisionParts, Weights
-from jdisagg.images import ImageFormat, PromptImage, rows_of_image
 from jdisagg.messages.step_commands import PrefillRow, SleepMesh, StepCommand, WakeMesh
 from jdisagg.model_api import Shards
+from jdisagg.prompt.images import ImageFormat, PromptImage, rows_of_image
 from jdisagg.scheduler.executor import buckets
 
 LEAST_PATCHES = 256

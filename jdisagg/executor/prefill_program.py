@@ -25,11 +25,11 @@ from jdisagg.executor.page_pool import LayerPages, Pools
 from jdisagg.executor.programs import BLOCK_SPEC, RANK, Programs
 from jdisagg.executor.state_access import recur_over, runs_of
 from jdisagg.executor.weights import Weights
-from jdisagg.images import spatial_positions
 from jdisagg.layout.platforms import traits_of
 from jdisagg.messages.step_commands import PrefillChunk, PrefillRow
 from jdisagg.model_api import AdapterRows, Attend, DraftLayer, Shards
 from jdisagg.ops.kv_rows import block_of
+from jdisagg.prompt.images import spatial_positions
 from jdisagg.scheduler.executor import MeshLimits
 
 

@@ -16,7 +16,7 @@ import jax
 from jax._src import compilation_cache as jax_cache
 from jax._src.compilation_cache_interface import CacheInterface
 
-from jdisagg.folders import made_folder
+from jdisagg.settings.folders import made_folder
 
 LONGEST_WAIT_SECONDS = (
     600.0  # longest wait for a program that another process compiles; longer than any compilation

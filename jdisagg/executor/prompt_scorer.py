@@ -20,7 +20,7 @@ from jdisagg.messages.step_commands import PrefillChunk, PrefillRow
 from jdisagg.model_api import Shards
 from jdisagg.ops.quarantine import reveal
 from jdisagg.ops.token_scores import WHOLE, TokenScores, VocabularyShard, token_scores
-from jdisagg.prompt_logprobs import PromptLogprobs
+from jdisagg.prompt.logprobs import PromptLogprobs
 from jdisagg.request import MAX_TOP_LOGPROBS
 
 # 32 MB of float32 logits for a vocabulary of 128k on one device.

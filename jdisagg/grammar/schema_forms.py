@@ -18,7 +18,7 @@ from decimal import Decimal
 
 import llguidance
 
-from jdisagg.json_pointer import referred
+from jdisagg.grammar.json_pointer import referred
 
 Json = dict[str, object]
 # Formats that llguidance enforces. Any other format is only an annotation.

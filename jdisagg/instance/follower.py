@@ -27,7 +27,7 @@ from jdisagg.messages.instance import (
 )
 from jdisagg.messages.step_commands import IN_PARTS, StepResult
 from jdisagg.scheduler.executor import Executor
-from jdisagg.timeouts import DEFAULT_TIMEOUTS, InstanceTimeouts
+from jdisagg.settings.timeouts import DEFAULT_TIMEOUTS, InstanceTimeouts
 
 
 class LeaderLink(Protocol):

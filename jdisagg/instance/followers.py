@@ -29,7 +29,7 @@ from jdisagg.messages.instance import (
 )
 from jdisagg.messages.packed import pack
 from jdisagg.messages.step_commands import StepCommand
-from jdisagg.timeouts import DEFAULT_TIMEOUTS, InstanceTimeouts
+from jdisagg.settings.timeouts import DEFAULT_TIMEOUTS, InstanceTimeouts
 
 
 class FollowerSession:

@@ -4,7 +4,7 @@ process itself was paused.
 After a long garbage collection or a pause of the container, every other process would seem silent.
 Each call of `look` therefore adds at most twice the planned time between calls."""
 
-from jdisagg.timeouts import DEFAULT_TIMEOUTS
+from jdisagg.settings.timeouts import DEFAULT_TIMEOUTS
 
 
 class SilenceWatch:

@@ -12,10 +12,10 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from jdisagg.address import parse_host_port
 from jdisagg.errors import ConfigError
 from jdisagg.model_api import Device
-from jdisagg.timeouts import DEFAULT_TIMEOUTS, InstanceTimeouts
+from jdisagg.settings.address import parse_host_port
+from jdisagg.settings.timeouts import DEFAULT_TIMEOUTS, InstanceTimeouts
 
 SHARED_BYTES = 256
 

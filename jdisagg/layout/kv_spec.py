@@ -33,6 +33,8 @@ KEPT_NAMES = {dtype: name for name, dtype in KEPT_DTYPES.items()}
 KV_SCALES_FILE = "kv_scales.json"
 # Bits of one value of a quantized weight matrix.
 WEIGHT_BITS = {"int8": 8, "int4": 4, "fp8": 8}
+# Bits of a value under each codec (transfer/codec.py). None keeps the KV's own type.
+CODEC_BITS: dict[str, int | None] = {"none": None, "int8": 8, "fp8": 8, "int4": 4}
 
 
 def ring_pages(widest_window: int, page_size: int) -> int:

@@ -13,7 +13,7 @@ from jdisagg.layout.kv_spec import KvKind
 from jdisagg.layout.mesh_card import MeshCard
 from jdisagg.messages.worker_status import WorkerStatus
 from jdisagg.plain import Message
-from jdisagg.prompt_logprobs import PromptLogprobs
+from jdisagg.prompt.logprobs import PromptLogprobs
 from jdisagg.request import CachedTokens, Request, TokenLogprobs
 
 

@@ -11,11 +11,11 @@ State of a sequence with tokens t_0..t_(n-1): pages hold the KV of positions 0..
 holds `token` = t_(n-1) and `position` = n-1. A decode step writes the KV of `token`, samples t_n
 and increments `position`, as long as position < limit."""
 
-from jdisagg.images import PromptImage
 from jdisagg.layout.kv_spec import KvKind
 from jdisagg.layout.mesh_card import MeshCard
 from jdisagg.plain import Message
-from jdisagg.prompt_logprobs import PromptLogprobs
+from jdisagg.prompt.images import PromptImage
+from jdisagg.prompt.logprobs import PromptLogprobs
 from jdisagg.request import SamplingParams, TokenLogprobs
 
 # Peer name for pulls from this mesh's own host memory. It is always connected.
@@ -66,7 +66,7 @@ class PrefillRow(Message, frozen=True):
         snapshot, snapshot_at: Slot to which the row also writes its recurrent state after position
             `snapshot_at` - 1, which is in the row. If `snapshot_at` is 0, no snapshot is written.
         shift: Rotary position minus position in the sequence, before the first of these images
-            (`jdisagg/images.py`).
+            (`jdisagg/prompt/images.py`).
     """
 
     sequence: int

@@ -19,8 +19,8 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from jdisagg.folders import made_folder
 from jdisagg.messages.worker_status import WorkerStatus
+from jdisagg.settings.folders import made_folder
 
 _PLAIN_SECONDS = 30.0
 

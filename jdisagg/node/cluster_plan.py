@@ -11,8 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from jdisagg.address import EVERY_INTERFACE, host_port, is_free
-from jdisagg.config import EngineConfig, ServiceConfig
+from jdisagg.config import EngineConfig, ObserveConfig, ServiceConfig
 from jdisagg.errors import ConfigError
 from jdisagg.layout.axes import Layout
 from jdisagg.messages.worker_status import WorkerRole
@@ -27,8 +26,8 @@ from jdisagg.node.run_files import (
     write_config,
 )
 from jdisagg.node.tpus import chip_environment
-from jdisagg.observe.process import ObserveConfig
 from jdisagg.router.elastic import ElasticConfig
+from jdisagg.settings.address import EVERY_INTERFACE, host_port, is_free
 from jdisagg.supervisor.child_process import Command
 from jdisagg.supervisor.supervisor import GroupSpec
 

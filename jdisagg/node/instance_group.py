@@ -22,7 +22,7 @@ from jdisagg.messages.instance import Join, LeaderPlace
 from jdisagg.scheduler.executor import Executor
 from jdisagg.service.internal.instance_stream import InstanceServer, LeaderConnection
 from jdisagg.service.server import cluster_credentials, server_credentials
-from jdisagg.timeouts import DEFAULT_TIMEOUTS, InstanceTimeouts
+from jdisagg.settings.timeouts import DEFAULT_TIMEOUTS, InstanceTimeouts
 
 
 @dataclass(frozen=True, slots=True)

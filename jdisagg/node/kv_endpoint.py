@@ -11,15 +11,15 @@ from concurrent.futures import Future
 from dataclasses import replace
 from typing import TypeVar
 
-from jdisagg.address import EVERY_INTERFACE, host_port, is_local
 from jdisagg.clock import MonotonicClock
 from jdisagg.config import ServiceConfig
+from jdisagg.dispatch.ids import random_id
 from jdisagg.errors import ConfigError
-from jdisagg.ids import random_id
 from jdisagg.node.cluster_plan import free_ports
 from jdisagg.service.guard import Service
 from jdisagg.service.internal.kv_link import GrpcKvLink
 from jdisagg.service.server import GrpcServer, cluster_credentials, read_tokens
+from jdisagg.settings.address import EVERY_INTERFACE, host_port, is_local
 from jdisagg.transfer.backend_choice import Memories
 from jdisagg.transfer.negotiated_channel import NegotiatedChannel
 

@@ -31,11 +31,11 @@ from ray.util.scheduling_strategies import (  # pyright: ignore[reportMissingImp
     PlacementGroupSchedulingStrategy,
 )
 
-from jdisagg.address import host_port
 from jdisagg.errors import ConfigError
 from jdisagg.messages.worker_status import WorkerRole
 from jdisagg.node.cluster_plan import ClusterPlan, InstancePlan, devices_of_process, free_ports
 from jdisagg.node.run_files import RouterProcessConfig, WorkerProcessConfig, write_config
+from jdisagg.settings.address import host_port
 from jdisagg.supervisor.child_process import ChildProcess, Command, TakeLine
 
 ACCELERATORS = ("GPU", "TPU")  # as Ray names them, in order of preference

@@ -7,7 +7,7 @@ from jdisagg.errors import HandoffError
 from jdisagg.messages.ports import HandoffSource, PeerPort
 from jdisagg.service.internal.connection import Credentials
 from jdisagg.service.internal.remote_ports import RemoteWorker
-from jdisagg.timeouts import CallTimeouts
+from jdisagg.settings.timeouts import CallTimeouts
 
 
 class PeerPorts:

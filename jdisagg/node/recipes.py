@@ -13,15 +13,16 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import yaml
 
-from jdisagg.config import EngineConfig, InstanceConfig, Mode, ModelConfig, WorkerConfig, override
+from jdisagg.config import EngineConfig, InstanceConfig, Mode, ModelConfig, WorkerConfig
 from jdisagg.engine.limits import handoff_groups, shared_drafts
 from jdisagg.errors import ConfigError, JdisaggError
 from jdisagg.layout.axes import Layout
 from jdisagg.messages.worker_status import WorkerRole
+from jdisagg.settings.declared import SettingError, changed, settings_of
 
 Returned = TypeVar("Returned")
 DATA = (".yaml", ".yml", ".json")
@@ -52,7 +53,7 @@ def load_recipe(path: str) -> EngineConfig:
     """Raises ConfigError if the file is not a recipe, or if its code raises an error."""
     if Path(path).suffix in DATA:
         fields = {name: value for name, value in _data(path).items() if name != "cluster"}
-        return _told(path, lambda: override(EngineConfig(), of_both_sides(_assignments(fields))))
+        return _told(path, lambda: changed(EngineConfig(), of_both_sides(_settings(fields))))
     config = _told(path, getattr(_run(path), "get_config", lambda: None))
     if not isinstance(config, EngineConfig):
         raise ConfigError(
@@ -104,24 +105,20 @@ def _data(path: str) -> dict[str, object]:
     return found
 
 
-def _assignments(fields: Mapping[str, object], prefix: str = "") -> Iterator[str]:
+def _settings(fields: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str, object]]:
     for name, value in fields.items():
-        path = f"{prefix}{name}"
-        if name == "layout" and isinstance(value, dict):
-            yield f"{path}={','.join(f'{axis}={size}' for axis, size in value.items())}"
-        elif isinstance(value, dict):
-            yield from _assignments(value, f"{path}.")
-        elif isinstance(value, list):
-            yield f"{path}={','.join(map(str, value))}"
+        if isinstance(value, dict) and name != "layout":
+            yield from _settings(value, f"{prefix}{name}.")
         else:
-            yield f"{path}={'none' if value is None else value}"
+            yield f"{prefix}{name}", value
 
 
-def of_both_sides(assignments: Iterable[str]) -> list[str]:
-    found: list[str] = []
-    for text in assignments:
-        field = text.removeprefix("instance.")
-        found += [text] if field == text else [f"{side}.{field}" for side in BOTH_SIDES]
+def of_both_sides(settings: Iterable[tuple[str, object]]) -> list[tuple[str, object]]:
+    found: list[tuple[str, object]] = []
+    for path, value in settings:
+        name = path.removeprefix("instance.")
+        sides = [path] if name == path else [f"{side}.{name}" for side in BOTH_SIDES]
+        found += [(side, value) for side in sides]
     return found
 
 
@@ -151,7 +148,8 @@ def _told(path: str, call: Callable[[], Returned]) -> Returned:
     try:
         return call()
     except JdisaggError as error:
-        raise type(error)(f"config {path!r}{_line(path, error)}: {error.message}") from error
+        kind = ConfigError if isinstance(error, SettingError) else type(error)
+        raise kind(f"config {path!r}{_line(path, error)}: {error.message}") from error
     except Exception as error:
         raise ConfigError(
             f"config {path!r}{_line(path, error)}: {type(error).__name__}: {error}; correct the"
@@ -160,6 +158,10 @@ def _told(path: str, call: Callable[[], Returned]) -> Returned:
 
 
 def _line(path: str, error: Exception) -> str:
+    if isinstance(error, SettingError) and Path(path).suffix in DATA:
+        text = Path(path).read_text().replace("\t", " ")  # YAML holds JSON, but for tabs
+        line = _place(yaml.compose(text, yaml.SafeLoader), error.path.split("."))[1]
+        return f", line {line}" if line else ""
     if (
         isinstance(error, SyntaxError)
         and error.lineno
@@ -175,27 +177,31 @@ def _line(path: str, error: Exception) -> str:
     return f", line {lines[-1]}" if lines else ""
 
 
+def _place(node: yaml.Node | None, names: list[str]) -> tuple[int, int]:
+    """Returns how many of `names` a file has, and the line of the last of them."""
+    places = [(0, 0)]
+    for key, inner in node.value if isinstance(node, yaml.MappingNode) and names else ():
+        if key.value == names[0] or (key.value == "instance" and names[0] in BOTH_SIDES):
+            depth, line = _place(inner, names[1:])
+            places.append((depth + 1, line or key.start_mark.line + 1))
+    return max(places)
+
+
 def worker_config(config: EngineConfig, role: WorkerRole) -> WorkerConfig:
     instance = config.prefill if role is WorkerRole.PREFILL else config.decode
     cut = config.prefill  # Both sides of a hand-off must use the same layer groups.
     two_meshes = config.mode is Mode.DISAGGREGATED
     groups = handoff_groups(config) if two_meshes else cut.layer_groups
-    return WorkerConfig(
-        model=config.model,
-        mode=Mode.CHUNKED if two_meshes else config.mode,
-        instance=dataclasses.replace(
-            instance,
-            layer_groups=groups,
-            block_bytes=cut.block_bytes,
-            speculate=shared_drafts(config, instance.speculate),
-        ),
-        limits=config.limits,
-        prefix=config.prefix,
-        service=config.service,
-        warm_up=config.warm_up,
-        compilation_cache=config.compilation_cache,
-        kernels=config.kernels,
+    mode = Mode.CHUNKED if two_meshes else config.mode
+    instance = replace(
+        instance,
+        layer_groups=groups,
+        block_bytes=cut.block_bytes,
+        speculate=shared_drafts(config, instance.speculate),
     )
+    names = [form.name for form in settings_of(WorkerConfig)]
+    values: dict[str, Any] = {name: getattr(config, name, None) for name in names}
+    return WorkerConfig(**values | {"mode": mode, "instance": instance})
 
 
 def recipe_text(config: EngineConfig, shape: ClusterShape, docstring: str) -> str:

@@ -13,6 +13,7 @@ from jdisagg.clock import Clock, MonotonicClock
 from jdisagg.config import LimitsConfig, Mode, RoutingConfig, ServiceConfig
 from jdisagg.dispatch.client_limits import KeyUse
 from jdisagg.dispatch.frontend import Frontend, ServingPath
+from jdisagg.dispatch.ids import random_id
 from jdisagg.dispatch.membership import Membership, WorkerPorts, cluster_ports
 from jdisagg.dispatch.placer import PlacerSettings
 from jdisagg.dispatch.prompts import ChatTokenizer, ModelInfo
@@ -26,7 +27,6 @@ from jdisagg.dispatch.token_stream import TokenStream
 from jdisagg.dispatch.weights_control import WeightsControl
 from jdisagg.errors import UnavailableError
 from jdisagg.grammar.compiler import GrammarCompiler
-from jdisagg.ids import random_id
 from jdisagg.layout.axes import Layout
 from jdisagg.messages.ports_middleware import through
 from jdisagg.messages.registry import WorkerCard
@@ -40,11 +40,11 @@ from jdisagg.observe.decision_log import DecisionLog
 from jdisagg.observe.observer import Observer
 from jdisagg.router.elastic import Controller, ElasticConfig
 from jdisagg.router.known_blocks import KnownBlocks
+from jdisagg.router.spending import Spending
 from jdisagg.service.internal.registry import registry_service
 from jdisagg.service.internal.remote_ports import RemoteWorker
 from jdisagg.service.internal.role_services import cluster_roles_service, worker_roles
 from jdisagg.service.server import GenerationServer, block_secret, cluster_credentials, read_tokens
-from jdisagg.spending import Spending
 
 # Context length before the first worker registers. Until then, all requests are refused.
 _UNKNOWN_CONTEXT = 1 << 24

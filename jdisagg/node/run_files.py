@@ -9,11 +9,10 @@ from typing import TypeVar
 
 import msgspec
 
-from jdisagg.config import WorkerConfig
+from jdisagg.config import ObserveConfig, WorkerConfig
 from jdisagg.errors import ConfigError
 from jdisagg.messages.worker_status import WorkerRole
 from jdisagg.node.router import RouterConfig
-from jdisagg.observe.process import ObserveConfig
 
 
 @dataclass(frozen=True)

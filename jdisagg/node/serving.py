@@ -6,7 +6,6 @@ import gc
 from collections.abc import Callable, Coroutine
 from typing import TypeVar
 
-from jdisagg.address import host_port
 from jdisagg.config import ServiceConfig
 from jdisagg.dispatch.frontend import Frontend
 from jdisagg.node.signals import StopSignals
@@ -14,6 +13,7 @@ from jdisagg.observe.observer import Observer
 from jdisagg.observe.request_log import RequestLog
 from jdisagg.service.http.page import PageSources
 from jdisagg.service.server import GenerationServer
+from jdisagg.settings.address import host_port
 
 Broken = TypeVar("Broken")
 

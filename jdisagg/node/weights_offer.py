@@ -9,8 +9,8 @@ import asyncio
 import secrets
 
 from jdisagg.config import ServiceConfig
+from jdisagg.dispatch.ids import random_id
 from jdisagg.errors import InvalidRequestError
-from jdisagg.ids import random_id
 from jdisagg.messages.weights import OFFER_PREFIX, OfferCard, OfferedPart, OfferPort, PreparedBlock
 from jdisagg.node.kv_endpoint import TRANSPORTS, KvEndpoint
 from jdisagg.service.internal import rpc

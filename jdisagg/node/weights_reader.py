@@ -19,8 +19,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jdisagg.address import parse_host_port
 from jdisagg.config import ServiceConfig
+from jdisagg.dispatch.ids import random_id
 from jdisagg.errors import (
     ConfigError,
     HandoffError,
@@ -28,7 +28,6 @@ from jdisagg.errors import (
     JdisaggError,
     UnavailableError,
 )
-from jdisagg.ids import random_id
 from jdisagg.layout.mesh_card import MeshCard
 from jdisagg.layout.reshard_plan import Box
 from jdisagg.layout.weight_reads import ReadPiece, Source, plan_reads
@@ -39,6 +38,7 @@ from jdisagg.ops.device_layout import aligned_empty
 from jdisagg.service.internal import rpc
 from jdisagg.service.internal.connection import Connection
 from jdisagg.service.server import cluster_credentials
+from jdisagg.settings.address import parse_host_port
 from jdisagg.transfer.channel import Pull, PullTarget
 from jdisagg.transfer.offered_weights import stepped, unreadable, whole_box
 

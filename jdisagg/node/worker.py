@@ -20,6 +20,7 @@ from jdisagg.clock import Clock
 from jdisagg.config import WorkerConfig
 from jdisagg.costs.hardware import Accelerator
 from jdisagg.costs.model_geometry import CostGeometry
+from jdisagg.dispatch.ids import random_id
 from jdisagg.engine.fingerprint import model_fingerprint
 from jdisagg.engine.kernel_check import failed_kernels
 from jdisagg.engine.limits import fetched_tokens
@@ -46,7 +47,6 @@ from jdisagg.errors import JdisaggError, UnavailableError
 from jdisagg.executor.programs import Programs
 from jdisagg.executor.weight_swaps import WeightsSource
 from jdisagg.grammar.compiler import GrammarCompiler
-from jdisagg.ids import random_id
 from jdisagg.instance.followers import Followers
 from jdisagg.instance.processes import ProcessGroup
 from jdisagg.layout.mesh_card import KvEnd

@@ -29,8 +29,8 @@ from jdisagg.node.run_files import ProcessPlace
 from jdisagg.node.signals import StopSignals
 from jdisagg.node.worker import WorkerProcessState, WorkerRuntime, WorkerSpec
 from jdisagg.observe.observer import Observer
+from jdisagg.settings.timeouts import InstanceTimeouts
 from jdisagg.supervisor.supervisor import EXIT_BROKEN
-from jdisagg.timeouts import InstanceTimeouts
 from jdisagg.worker.weights_updates import ServedWeights
 
 

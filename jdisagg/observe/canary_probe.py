@@ -22,7 +22,7 @@ from jdisagg.messages.ports import (
 from jdisagg.messages.worker_status import WorkerRole, WorkerStatus
 from jdisagg.observe.canary import Pair
 from jdisagg.request import Request, SamplingParams
-from jdisagg.timeouts import DEFAULT_TIMEOUTS
+from jdisagg.settings.timeouts import DEFAULT_TIMEOUTS
 
 CANARY_TENANT = "jdisagg-canary"
 PROMPT_TOKENS = 16

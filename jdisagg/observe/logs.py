@@ -18,9 +18,9 @@ from typing import TextIO
 from pythonjsonlogger.core import LogData
 from pythonjsonlogger.json import JsonFormatter
 
+from jdisagg.config import LOG_FORMATS
 from jdisagg.errors import ConfigError
 
-FORMATS = ("text", "json")
 OURS = ("jdisagg", "launch", "models")
 
 _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
@@ -95,8 +95,8 @@ def configure_logging(
     Raises:
         ConfigError: The format is unknown.
     """
-    if log_format not in FORMATS:
-        raise ConfigError(f"log_format must be one of {', '.join(FORMATS)}, got {log_format!r}")
+    if log_format not in LOG_FORMATS:
+        raise ConfigError(f"log_format must be one of {', '.join(LOG_FORMATS)}, got {log_format!r}")
     handler = logging.StreamHandler(stream or sys.stderr)
     handler.setFormatter(
         JsonLines(process, worker) if log_format == "json" else TextFormatter(process, worker)

@@ -25,6 +25,7 @@ from jdisagg.messages.ports import (
     SpanEnd,
     close_stream,
 )
+from jdisagg.messages.trace_context import within
 from jdisagg.observe.observer import RESUMED, Observer
 from jdisagg.observe.tracing import (
     Key,
@@ -35,7 +36,6 @@ from jdisagg.observe.tracing import (
     reservation_key,
 )
 from jdisagg.request import Request
-from jdisagg.trace_context import within
 
 _HANDOFFS_KEPT = 1024
 _RESERVATIONS_KEPT = 1 << 16

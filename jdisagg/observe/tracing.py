@@ -1,9 +1,9 @@
 """OpenTelemetry spans of the work that a process does for requests.
 
-If the client sends W3C trace context (`jdisagg/trace_context.py`), the root span is a child of the
-client's span. Calls to workers contain the trace context. Within a process, most code has only a
-key: the id of a hand-off, an offer or a reservation. Code that has both the key and its owner (a
-trace context or another key) registers the two with `own`.
+If the client sends W3C trace context (`jdisagg/messages/trace_context.py`), the root span is a
+child of the client's span. Calls to workers contain the trace context. Within a process, most code
+has only a key: the id of a hand-off, an offer or a reservation. Code that has both the key and its
+owner (a trace context or another key) registers the two with `own`.
 
 Spans are created when their work is complete. Times of the observer's clock are converted to times
 since the epoch, by one comparison with the wall clock at the start. An instant is a span without

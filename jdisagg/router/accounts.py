@@ -16,7 +16,7 @@ from jdisagg.router.absences import Absences
 from jdisagg.router.cluster_state import COLUMNS, ClusterState
 from jdisagg.scheduler.backlog import causal_pairs
 from jdisagg.scheduler.page_ledger import pages_for
-from jdisagg.timeouts import DEFAULT_TIMEOUTS
+from jdisagg.settings.timeouts import DEFAULT_TIMEOUTS
 
 # Growth that decode workers reserve beyond the prompt by default.
 GROWTH_TOKENS = 256

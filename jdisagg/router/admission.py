@@ -12,8 +12,8 @@ from collections.abc import Mapping
 
 from jdisagg.errors import OverloadedError, QuotaExceededError
 from jdisagg.router.quantiles import of_sorted
-from jdisagg.spending import Spending
-from jdisagg.token_bucket import MAX_RETRY_SECONDS, retry_after
+from jdisagg.router.spending import Spending
+from jdisagg.router.token_bucket import MAX_RETRY_SECONDS, retry_after
 
 UNKNOWN_WAIT_SECONDS = 5.0  # retry-after if the queue is full and no request was served yet
 DRAIN_SECONDS = 5.0  # time constant of the mean of the queue's speed

@@ -10,7 +10,7 @@ import enum
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from jdisagg.timeouts import DEFAULT_TIMEOUTS, Backoff
+from jdisagg.settings.timeouts import DEFAULT_TIMEOUTS, Backoff
 
 FAILURES = 3
 

@@ -11,7 +11,7 @@ from jdisagg.plain import plain
 from jdisagg.request import Request
 from jdisagg.router.accounts import Work
 from jdisagg.router.corrections import NO_CORRECTIONS, Corrections, PromptWay
-from jdisagg.timeouts import DEFAULT_TIMEOUTS
+from jdisagg.settings.timeouts import DEFAULT_TIMEOUTS
 
 # Function that returns how many of a prompt's tokens each worker has cached now. Workers without
 # cached tokens are left out.

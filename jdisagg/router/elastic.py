@@ -27,11 +27,15 @@ role takes requests, it keeps its role."""
 
 import math
 from dataclasses import dataclass, field, replace
+from typing import Annotated, ClassVar
 
-from jdisagg.errors import ConfigError, InvalidRequestError, UnavailableError
+from msgspec import Meta
+
+from jdisagg.errors import InvalidRequestError, UnavailableError
 from jdisagg.layout.axes import Layout
 from jdisagg.messages.worker_status import WorkerRole, WorkerStatus
 from jdisagg.router.elastic_signals import EndedRequest, PoolView, SloTarget, SloWindow, View
+from jdisagg.settings.declared import Count, NotNegative, Positive, Settings
 
 ROLES = (WorkerRole.PREFILL, WorkerRole.DECODE)
 # A load above this share of an earlier load counts as similar, as use is not proportional to load.
@@ -48,55 +52,41 @@ REMEMBER_SECONDS = 3600.0
 
 
 @dataclass(frozen=True, slots=True)
-class ElasticConfig:
+class ElasticConfig(Settings):
     """Settings of the elastic controller.
 
     Attributes:
+        slo: Objective of the latencies.
+        window_seconds: Length of the observation window.
+        interval_seconds: Time between two decisions.
+        patience_seconds: Time for which a pool must be short of workers before a switch.
+        calm_seconds: Time for which a pool must have spare workers before fewer are advised.
+        cooldown_seconds: Time after a switch without another one.
+        horizon_seconds: Time over which the gain of a switch is counted.
         target_use: Mean utilization that a pool should have, in [0, 1].
         least_requests: Least number of ended requests in the observation window. If there are
             fewer, their latencies are ignored.
         move_harm: Cost of migrating one running request, as a number of requests that miss the
             objective.
         switch_seconds: Assumed duration of a role change until one has been observed.
+        least_prefill: Number of prefill workers that remain.
+        least_decode: Number of decode workers that remain.
     """
 
+    section: ClassVar[str] = "elastic"
     slo: SloTarget = field(default_factory=SloTarget)
-    window_seconds: float = 60.0
-    interval_seconds: float = 1.0
-    patience_seconds: float = 10.0
-    calm_seconds: float = 300.0
-    cooldown_seconds: float = 60.0
-    horizon_seconds: float = 600.0
-    switch_seconds: float = 30.0
-    target_use: float = 0.8
-    least_requests: int = 8
-    move_harm: float = 0.1
-    least_prefill: int = 1
-    least_decode: int = 1
-
-    def __post_init__(self) -> None:
-        for name in (
-            "window_seconds",
-            "interval_seconds",
-            "horizon_seconds",
-            "switch_seconds",
-            "least_requests",
-        ):
-            if not getattr(self, name) > 0:
-                raise ConfigError(f"elastic.{name} must be positive, got {getattr(self, name)}")
-        for name in ("patience_seconds", "calm_seconds", "cooldown_seconds", "move_harm"):
-            if not getattr(self, name) >= 0:
-                raise ConfigError(f"elastic.{name} must not be negative, got {getattr(self, name)}")
-        if not 0 < self.target_use <= FULL_USE:
-            raise ConfigError(
-                f"elastic.target_use must be in (0, {FULL_USE}], got {self.target_use}"
-            )
-        if self.least_prefill < 1 or self.least_decode < 1:
-            raise ConfigError(
-                f"elastic.least_prefill={self.least_prefill} and"
-                f" elastic.least_decode={self.least_decode} must be at least 1: no request is"
-                " served without one worker of each role"
-            )
+    window_seconds: Positive = 60.0
+    interval_seconds: Positive = 1.0
+    patience_seconds: NotNegative = 10.0
+    calm_seconds: NotNegative = 300.0
+    cooldown_seconds: NotNegative = 60.0
+    horizon_seconds: Positive = 600.0
+    switch_seconds: Positive = 30.0
+    target_use: Annotated[float, Meta(gt=0, le=FULL_USE)] = 0.8
+    least_requests: Count = 8
+    move_harm: NotNegative = 0.1
+    least_prefill: Count = 1
+    least_decode: Count = 1
 
     def least(self, role: WorkerRole) -> int:
         return self.least_prefill if role is WorkerRole.PREFILL else self.least_decode

@@ -12,30 +12,31 @@ import math
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Annotated, ClassVar
 
-from jdisagg.errors import ConfigError
+from msgspec import Meta
+
 from jdisagg.messages.worker_status import WorkerRole, WorkerStatus
 from jdisagg.router.quantiles import quantile
+from jdisagg.settings.declared import Positive, Settings
+
+_NINE_OF_TEN = "0.9 asks for nine of ten requests"
 
 
 @dataclass(frozen=True, slots=True)
-class SloTarget:
-    """Objective: a share `quantile` of all requests gets the first token within `ttft_seconds`, and
-    further tokens at most `tpot_seconds` apart on average."""
+class SloTarget(Settings):
+    """Objective of latencies.
 
-    ttft_seconds: float = 2.0
-    tpot_seconds: float = 0.2
-    quantile: float = 0.9
+    Attributes:
+        ttft_seconds: Time within which a request gets its first token.
+        tpot_seconds: Mean time between its further tokens.
+        quantile: Share of all requests that should meet both.
+    """
 
-    def __post_init__(self) -> None:
-        for name in ("ttft_seconds", "tpot_seconds"):
-            if not getattr(self, name) > 0:
-                raise ConfigError(f"slo.{name} must be positive, got {getattr(self, name)}")
-        if not 0 < self.quantile < 1:
-            raise ConfigError(
-                f"slo.quantile must lie between 0 and 1, got {self.quantile}; 0.9 asks for nine of"
-                " ten requests"
-            )
+    section: ClassVar[str] = "elastic.slo"
+    ttft_seconds: Positive = 2.0
+    tpot_seconds: Positive = 0.2
+    quantile: Annotated[float, Meta(gt=0, lt=1, description=_NINE_OF_TEN)] = 0.9
 
 
 @dataclass(frozen=True, slots=True)

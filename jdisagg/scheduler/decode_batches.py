@@ -12,7 +12,6 @@ its pages; tokens of a child are accepted once, in order."""
 from collections.abc import Callable
 
 from jdisagg.config import InstanceConfig
-from jdisagg.images import shift_before
 from jdisagg.messages.step_commands import (
     BROKEN_TOKEN,
     NO_TOKEN,
@@ -24,6 +23,7 @@ from jdisagg.messages.step_commands import (
     SlotAdmit,
     SlotGrow,
 )
+from jdisagg.prompt.images import shift_before
 from jdisagg.request import TokenLogprobs
 from jdisagg.scheduler.decode_state import DecodeState
 from jdisagg.scheduler.handoff import HandoffEvent

@@ -6,11 +6,11 @@ from collections.abc import Awaitable
 from dataclasses import replace
 from typing import Protocol, runtime_checkable
 
-from jdisagg.images import ImageFormat
 from jdisagg.layout.kv_spec import KVLayer, KVSpec, ring_pages
 from jdisagg.layout.mesh_card import MeshCard
 from jdisagg.messages.step_commands import StepCommand, StepResult
 from jdisagg.plain import plain
+from jdisagg.prompt.images import ImageFormat
 from jdisagg.scheduler.blocks import LENGTHS, bands
 
 LONGEST_RUN = 8  # most tokens of one sequence in one decode step

@@ -3,10 +3,10 @@ comes from another worker."""
 
 from dataclasses import dataclass, field
 
-from jdisagg.images import PromptImage
 from jdisagg.messages.ports import Child
 from jdisagg.messages.step_commands import SampleSpec
-from jdisagg.prompt_logprobs import PromptLogprobs
+from jdisagg.prompt.images import PromptImage
+from jdisagg.prompt.logprobs import PromptLogprobs
 from jdisagg.request import Request
 from jdisagg.scheduler.priorities import head_start
 from jdisagg.scheduler.residency import Chain

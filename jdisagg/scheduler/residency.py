@@ -28,8 +28,8 @@ from hashlib import blake2b
 import numpy as np
 
 from jdisagg.config import PrefixConfig
-from jdisagg.images import block_content
 from jdisagg.messages.kept_blocks import KeptScheme, named_model
+from jdisagg.prompt.images import block_content
 from jdisagg.request import Request
 from jdisagg.scheduler.kept_events import KeptEvents
 from jdisagg.scheduler.kept_log import KeptLog

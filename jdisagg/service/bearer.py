@@ -11,7 +11,7 @@ import math
 import re
 from collections.abc import Callable, Mapping
 
-from jdisagg.caller import Caller, KeyLimits
+from jdisagg.dispatch.caller import Caller, KeyLimits
 from jdisagg.errors import ConfigError
 
 Tokens = tuple[str, ...] | Callable[[], tuple[str, ...]]

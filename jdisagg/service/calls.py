@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator
 
 from jdisagg.errors import DeadlineExceededError, JdisaggError, ShutDownError
 from jdisagg.request import Request
-from jdisagg.timeouts import DEFAULT_TIMEOUTS
+from jdisagg.settings.timeouts import DEFAULT_TIMEOUTS
 
 RETRY_SECONDS = 5.0
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import grpc
 import grpc.aio
 
-from jdisagg.address import cannot_listen, host_port
+from jdisagg.settings.address import cannot_listen, host_port
 
 Options = Sequence[tuple[str, int | str]]
 

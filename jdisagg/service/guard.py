@@ -19,7 +19,7 @@ import grpc
 import grpc.aio
 from google.protobuf.message import DecodeError
 
-from jdisagg.caller import Caller, calling
+from jdisagg.dispatch.caller import Caller, calling
 from jdisagg.errors import (
     IncompatiblePeerError,
     InvalidRequestError,
@@ -29,11 +29,11 @@ from jdisagg.errors import (
 )
 from jdisagg.messages.packed import check_protocol
 from jdisagg.messages.spans import WireStatus
+from jdisagg.messages.trace_context import incoming, within
 from jdisagg.service.bearer import Tokens, identify
 from jdisagg.service.calls import DrainingGuard, cut_short, internal_error, shutting_down
 from jdisagg.service.grpc import wire
 from jdisagg.service.internal.connection import BOOT_KEY, PROTOCOL_KEY, TOKEN_KEY
-from jdisagg.trace_context import incoming, within
 
 Reply = TypeVar("Reply")
 Behaviour = Callable[[object, grpc.aio.ServicerContext], Awaitable[Reply]]

@@ -20,7 +20,6 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1.health import aio as health_aio  # pyright: ignore[reportAttributeAccessIssue]
 from grpc_reflection.v1alpha import reflection
 
-from jdisagg.address import listening_socket
 from jdisagg.config import ServiceConfig
 from jdisagg.dispatch.frontend import Frontend
 from jdisagg.errors import ConfigError, JdisaggError
@@ -39,7 +38,8 @@ from jdisagg.service.internal.connection import (
     read_secret,
 )
 from jdisagg.service.reread import Reread
-from jdisagg.timeouts import DEFAULT_TIMEOUTS, CallTimeouts
+from jdisagg.settings.address import listening_socket
+from jdisagg.settings.timeouts import DEFAULT_TIMEOUTS, CallTimeouts
 
 Broken = TypeVar("Broken")
 

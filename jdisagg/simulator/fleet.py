@@ -18,9 +18,9 @@ from jdisagg.errors import ConfigError
 from jdisagg.layout.kv_spec import KVComponent, KVLayer, KVSpec
 from jdisagg.scheduler.executor import MeshLimits
 from jdisagg.scheduler.host_blocks import TierRoom
+from jdisagg.settings.timeouts import DEFAULT_TIMEOUTS
 from jdisagg.simulator.host_memory import HostLink
 from jdisagg.simulator.step_costs import ModelCosts, StepCosts
-from jdisagg.timeouts import DEFAULT_TIMEOUTS
 
 # Sizes of a GPU instance, because the live defaults are for a CPU. The executor limits the length
 # of spans, so that steps_per_dispatch may be large.

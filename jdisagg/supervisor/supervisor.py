@@ -19,8 +19,8 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from jdisagg.clock import Clock
+from jdisagg.settings.timeouts import DEFAULT_TIMEOUTS, ProcessTimeouts
 from jdisagg.supervisor.child_process import ChildProcess, Command, TakeLine
-from jdisagg.timeouts import DEFAULT_TIMEOUTS, ProcessTimeouts
 
 EXIT_CONFIG = os.EX_CONFIG
 EXIT_BROKEN = 3  # the mesh of a process failed, and the process is restarted

@@ -35,8 +35,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 
-from jdisagg.address import numeric
 from jdisagg.errors import ConfigError, HandoffError
+from jdisagg.settings.address import numeric
 
 INSTALL = "pip install --no-deps nixl-cu12 (or nixl-cu13)"
 PROGRESS_MICROSECONDS = 10_000

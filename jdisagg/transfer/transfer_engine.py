@@ -37,11 +37,11 @@ import jax
 import numpy as np
 from jax.experimental import transfer
 
-from jdisagg.address import host_port, numeric
 from jdisagg.errors import ConfigError, HandoffError
 from jdisagg.layout.mesh_card import KvEnd
 from jdisagg.messages.kv_plane import KvBackend
-from jdisagg.timeouts import DEFAULT_TIMEOUTS, TransferTimeouts
+from jdisagg.settings.address import host_port, numeric
+from jdisagg.settings.timeouts import DEFAULT_TIMEOUTS, TransferTimeouts
 from jdisagg.transfer.backend import AnnouncedArrays, Backend, Inlet, Outlet, Reserved
 from jdisagg.transfer.pieces import RequestedPieces
 

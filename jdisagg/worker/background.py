@@ -7,8 +7,8 @@ from collections.abc import Awaitable, Callable, Coroutine
 
 from jdisagg.clock import limit
 from jdisagg.errors import JdisaggError
+from jdisagg.settings.timeouts import HandoffTimeouts
 from jdisagg.telemetry import Counters
-from jdisagg.timeouts import HandoffTimeouts
 
 
 class BackgroundTasks:

@@ -23,7 +23,7 @@ from jdisagg.messages.step_commands import (
     PullResult,
     StepResult,
 )
-from jdisagg.prompt_logprobs import PromptLogprobs
+from jdisagg.prompt.logprobs import PromptLogprobs
 from jdisagg.telemetry import Counters
 from jdisagg.worker.link_share import LinkShare
 from jdisagg.worker.sender_line import SenderLine

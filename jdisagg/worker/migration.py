@@ -17,8 +17,8 @@ from jdisagg.messages.ports import HandoffEnd
 from jdisagg.messages.step_commands import StepResult
 from jdisagg.scheduler.decode_state import DecodeState
 from jdisagg.scheduler.sequences import Sequence, SequenceGroup, Stage
+from jdisagg.settings.timeouts import HandoffTimeouts
 from jdisagg.telemetry import Counters
-from jdisagg.timeouts import HandoffTimeouts
 from jdisagg.worker.outgoing_kv import OutgoingHandoff, OutgoingKv, offers_of_pages, snapshot_offers
 from jdisagg.worker.step_loop import StepLoop
 

@@ -22,7 +22,7 @@ from jdisagg.messages.step_commands import ConnectPeer, DisconnectPeer
 from jdisagg.messages.worker_status import LinkTimes
 from jdisagg.scheduler.executor import MeshLimits
 from jdisagg.scheduler.prices import MovePrice
-from jdisagg.timeouts import HandoffTimeouts
+from jdisagg.settings.timeouts import HandoffTimeouts
 from jdisagg.worker.background import SideCalls
 from jdisagg.worker.link_share import LinkShare
 from jdisagg.worker.step_loop import StepLoop

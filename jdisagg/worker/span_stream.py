@@ -9,9 +9,9 @@ expired groups."""
 import asyncio
 
 from jdisagg.errors import JdisaggError
-from jdisagg.mailbox import Mailbox
+from jdisagg.messages.mailbox import Mailbox
 from jdisagg.messages.ports import HandoffSource, SourceLost, Span, SpanEnd
-from jdisagg.prompt_logprobs import PromptLogprobs
+from jdisagg.prompt.logprobs import PromptLogprobs
 from jdisagg.request import FinishReason
 from jdisagg.scheduler.sequences import ChildProgress, SequenceGroup
 

@@ -11,8 +11,8 @@ from jdisagg.request import Request, SamplingParams
 from jdisagg.router.accounts import Accounts
 from jdisagg.router.cluster_state import OWN, ClusterState, Description
 from jdisagg.router.known_blocks import KnownBlocks
+from jdisagg.settings.timeouts import DEFAULT_TIMEOUTS
 from jdisagg.telemetry import Counters
-from jdisagg.timeouts import DEFAULT_TIMEOUTS
 from tests.fakes.virtual_time import VirtualClock
 from tests.router.fleets import H100, decode_status, prefill_status
 

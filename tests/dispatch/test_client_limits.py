@@ -8,7 +8,7 @@ import threading
 
 import pytest
 
-from jdisagg.caller import Caller, KeyLimits
+from jdisagg.dispatch.caller import Caller, KeyLimits
 from jdisagg.dispatch.client_limits import BURST_SECONDS, KeyUse, LongTexts
 from jdisagg.errors import OverloadedError, QuotaExceededError
 

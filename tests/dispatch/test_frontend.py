@@ -13,7 +13,7 @@ from jdisagg.config import LimitsConfig
 from jdisagg.dispatch.prompts import TokenPrompt
 from jdisagg.errors import CancelledError, InvalidRequestError, OverloadedError, UnavailableError
 from jdisagg.request import AcceptedChild, Resumption, SamplingDefaults
-from jdisagg.timeouts import RequestTimeouts, Timeouts
+from jdisagg.settings.timeouts import RequestTimeouts, Timeouts
 from tests.service.doors import EOS, MODEL, FakePath, byte_tokenizer, make_frontend
 
 pytestmark = pytest.mark.real_time  # threads tokenize

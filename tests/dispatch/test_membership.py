@@ -11,7 +11,7 @@ from jdisagg.errors import IncompatiblePeerError, InvalidRequestError, NameTaken
 from jdisagg.layout.axes import Layout
 from jdisagg.messages.registry import ModelCard, WorkerCard
 from jdisagg.messages.worker_status import WorkerRole, WorkerStatus
-from jdisagg.timeouts import DEFAULT_TIMEOUTS
+from jdisagg.settings.timeouts import DEFAULT_TIMEOUTS
 from tests.fakes.manual_clock import ManualClock
 
 TIMEOUTS = DEFAULT_TIMEOUTS.membership

@@ -20,7 +20,7 @@ from jdisagg.router.breaker import FAILURES
 from jdisagg.router.cluster_state import Description
 from jdisagg.router.known_blocks import KnownBlocks
 from jdisagg.scheduler.residency import BlockNames
-from jdisagg.timeouts import DEFAULT_TIMEOUTS
+from jdisagg.settings.timeouts import DEFAULT_TIMEOUTS
 from tests.dispatch.desk import LOOK_SECONDS, Desk
 from tests.router.fleets import H100, decode_status, prefill_status
 

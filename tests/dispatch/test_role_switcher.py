@@ -17,7 +17,7 @@ from jdisagg.messages.roles import SwitchCall, SwitchReport, SwitchState
 from jdisagg.messages.worker_status import WorkerRole, WorkerStatus
 from jdisagg.router.elastic import Controller, ElasticConfig
 from jdisagg.router.elastic_signals import EndedRequest
-from jdisagg.timeouts import DEFAULT_TIMEOUTS
+from jdisagg.settings.timeouts import DEFAULT_TIMEOUTS
 from tests.fakes.virtual_time import VirtualClock
 from tests.router.plant import status
 

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 
 from jdisagg.config import EngineConfig, Mode, PrefixConfig
-from jdisagg.images import PromptImage
 from jdisagg.messages.step_commands import PrefillChunk, PrefillRow
+from jdisagg.prompt.images import PromptImage
 from jdisagg.request import Request
 from tests.end_to_end.clusters import Running, golden_copy
 from tests.shapes import config

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from jdisagg.config import Mode, PrefixConfig
-from jdisagg.images import PromptImage
+from jdisagg.prompt.images import PromptImage
 from jdisagg.request import Request
 from tests.end_to_end.clusters import Running, golden_copy, golden_greedy, running
 from tests.end_to_end.two_decoders import LEASES, TwoDecoders, storm

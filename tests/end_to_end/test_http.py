@@ -11,7 +11,7 @@ import pytest_asyncio
 
 from jdisagg.config import LimitsConfig, ServiceConfig
 from jdisagg.request import Grammar, GrammarKind
-from jdisagg.timeouts import RequestTimeouts, Timeouts
+from jdisagg.settings.timeouts import RequestTimeouts, Timeouts
 from tests.end_to_end.doors import SENTENCE, Served, mixed_requests, served
 from tests.end_to_end.schemas import random_schema
 from tests.service.doors import FakePath

@@ -10,7 +10,7 @@ import pytest
 from jdisagg.chat.images import ChatImage
 from jdisagg.chat.messages import ChatMessage
 from jdisagg.config import ServiceConfig
-from jdisagg.images import PromptImage
+from jdisagg.prompt.images import PromptImage
 from tests.end_to_end.doors import served
 from tests.end_to_end.pictures import SEEING, file
 from tests.golden.images import golden_images, other_image

@@ -8,8 +8,8 @@ import pytest
 
 from jdisagg.config import EngineConfig, LimitsConfig, Mode, PrefixConfig
 from jdisagg.dispatch.image_reader import ImageReader
-from jdisagg.images import PromptImage
 from jdisagg.messages.step_commands import PrefillChunk
+from jdisagg.prompt.images import PromptImage
 from jdisagg.request import CachedTokens
 from tests.end_to_end.clusters import Running, running
 from tests.end_to_end.conversations import push_out

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from jdisagg.config import Mode, ServiceConfig
-from jdisagg.prompt_logprobs import PromptLogprobs
+from jdisagg.prompt.logprobs import PromptLogprobs
 from tests.end_to_end.clusters import running
 from tests.end_to_end.doors import served
 from tests.executor.prompts import NEAR, TOP, check_prompt, dense

@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 
 from jdisagg import weights
-from jdisagg.address import parse_host_port
 from jdisagg.config import ServiceConfig
 from jdisagg.errors import ConfigError
 from jdisagg.messages.weights import OFFER_PREFIX
 from jdisagg.node.kv_endpoint import called_address, kv_interface
 from jdisagg.node.weights_reader import RemoteWeights
+from jdisagg.settings.address import parse_host_port
 
 ELSEWHERE = "192.0.2.7"  # of documentation: no interface has it
 

@@ -21,7 +21,7 @@ from jdisagg.messages.step_commands import (
     SampleSpec,
 )
 from jdisagg.ops.dense_attention import dense_causal_attend
-from jdisagg.prompt_logprobs import PromptLogprobs
+from jdisagg.prompt.logprobs import PromptLogprobs
 from jdisagg.request import SamplingParams
 from jdisagg.transfer.in_process import InProcessChannel
 from models.checkpoint import load_model

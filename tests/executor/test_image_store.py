@@ -5,7 +5,7 @@ import numpy as np
 from hypothesis import given
 
 from jdisagg.executor.image_programs import ImageStore, patches_of
-from jdisagg.images import ImageFormat, PromptImage
+from jdisagg.prompt.images import ImageFormat, PromptImage
 
 SIZES = {b"a": 2, b"b": 3, b"c": 3, b"d": 5}
 ROWS = 8

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jdisagg.messages.step_commands import PrefillRow
-from jdisagg.prompt_logprobs import PromptLogprobs
+from jdisagg.prompt.logprobs import PromptLogprobs
 from tests.executor.meshes import Pair
 from tests.executor.prompts import (
     GREEDY,

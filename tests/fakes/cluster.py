@@ -35,7 +35,7 @@ from jdisagg.messages.ports import (
 )
 from jdisagg.messages.ports_middleware import through
 from jdisagg.messages.worker_status import WorkerRole
-from jdisagg.prompt_logprobs import PromptLogprobs
+from jdisagg.prompt.logprobs import PromptLogprobs
 from jdisagg.request import (
     CachedTokens,
     FinishReason,

@@ -48,7 +48,7 @@ from jdisagg.messages.step_commands import (
     StepCommand,
     StepResult,
 )
-from jdisagg.prompt_logprobs import PromptLogprobs
+from jdisagg.prompt.logprobs import PromptLogprobs
 from jdisagg.request import TokenLogprobs
 from jdisagg.scheduler.blocks import padded
 from jdisagg.scheduler.executor import MeshLimits

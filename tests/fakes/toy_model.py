@@ -4,7 +4,7 @@ next token is the chain modulo the vocabulary, moved by seed, child, position an
 the sampling says so, and on to what a grammar allows."""
 
 from jdisagg.messages.step_commands import SampleSpec
-from jdisagg.prompt_logprobs import PromptLogprobs, PromptToken
+from jdisagg.prompt.logprobs import PromptLogprobs, PromptToken
 from jdisagg.request import Request, TokenLogprobs
 from jdisagg.scheduler.sequences import sample_spec
 from tests.fakes.toy_grammars import VOCABULARY, next_allowed

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from jdisagg.images import PromptImage
+from jdisagg.prompt.images import PromptImage
 from tests.golden.arrays import arrays_of
 
 GOLDEN = Path(__file__).parent

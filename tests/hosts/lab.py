@@ -18,10 +18,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from signal import SIGCONT, SIGSTOP, SIGTERM
 
-from jdisagg.address import host_port
 from jdisagg.client import AsyncClient, Client, Credentials
 from jdisagg.errors import JdisaggError
 from jdisagg.service.internal.connection import NO_CREDENTIALS
+from jdisagg.settings.address import host_port
 from tests import time_scale
 from tests.end_to_end.clusters import LLAMA, dense_greedy
 from tests.hosts.hosts import Hosts, Process

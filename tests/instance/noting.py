@@ -9,7 +9,7 @@ from jdisagg.layout.kv_spec import KVSpec
 from jdisagg.layout.mesh_card import MeshCard
 from jdisagg.messages.step_commands import Done, StepCommand, StepResult
 from jdisagg.scheduler.executor import MeshLimits
-from jdisagg.timeouts import InstanceTimeouts
+from jdisagg.settings.timeouts import InstanceTimeouts
 
 LIMITS = MeshLimits(1, 16, 4, 2, 64, (64,), (1, 2), 1, 16, 4, 4, KVSpec((), "float32"))
 FAST = InstanceTimeouts(beat_seconds=0.05, silence_seconds=1.0, starting_silence_seconds=5.0)

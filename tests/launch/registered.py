@@ -7,7 +7,7 @@ from jdisagg.layout.axes import Layout
 from jdisagg.messages.registry import ModelCard, WorkerCard
 from jdisagg.messages.worker_status import WorkerRole
 from jdisagg.service.internal.registry import RegistryClient
-from jdisagg.timeouts import MembershipTimeouts
+from jdisagg.settings.timeouts import MembershipTimeouts
 from tests.fakes.cluster import Cluster
 from tests.service.doors import eventually
 

@@ -84,7 +84,7 @@ def test_what_no_process_could_work_with_is_refused_before_any_is_started(asked)
     for given, message in (
         (("--model=/nowhere",), "/nowhere"),
         (("--prefill=tp=3",), "does not divide"),
-        (("--set=instance.nonsense=1",), "no field 'nonsense'"),
+        (("--set=instance.nonsense=1",), "prefill.nonsense is not a setting"),
         (("--elastic", "--processes_per_instance=2"), "cannot change their roles"),
         (("--prefill_workers=1", "--decode_workers=0"), "one prefill and one decode instance"),
     ):

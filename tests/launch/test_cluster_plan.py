@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from jdisagg.config import EngineConfig, override
+from jdisagg.config import EngineConfig, ObserveConfig
 from jdisagg.engine.fingerprint import model_fingerprint
 from jdisagg.errors import ConfigError
 from jdisagg.layout.axes import Layout
@@ -22,14 +22,14 @@ from jdisagg.node.cluster_plan import (
 )
 from jdisagg.node.recipes import ClusterShape, worker_config
 from jdisagg.node.run_files import RouterProcessConfig, WorkerProcessConfig, read_config
-from jdisagg.observe.process import ObserveConfig
 from launch.shipped import SHIPPED_MODEL
+from tests.set_settings import set_by
 
 HOST = "127.0.0.1"
 
 
 def config(processes: int = 1, **changes: object) -> ClusterConfig:
-    engine = override(
+    engine = set_by(
         EngineConfig(), ["prefill.layout=dp=1,tp=4", "decode.layout=dp=2,tp=2", "service.port=8700"]
     )
     made = ClusterConfig(engine, ClusterShape(2, 1), SHIPPED_MODEL, processes=processes)
@@ -82,7 +82,7 @@ def test_metrics_ports_follow_the_routers(tmp_path: Path):
 
 
 def test_who_may_change_its_role_has_devices_for_either_layout(tmp_path: Path):
-    engine = override(EngineConfig(), ["prefill.layout=tp=4", "decode.layout=dp=2"])
+    engine = set_by(EngineConfig(), ["prefill.layout=tp=4", "decode.layout=dp=2"])
     plan = plan_cluster(config(engine=engine, shape=ClusterShape(1, 1, 1)), tmp_path)
     assert [one.devices for one in workers(plan)] == [4, 4, 2]
 
@@ -109,7 +109,7 @@ def test_of_several_routers_one_changes_roles(tmp_path: Path):
 def test_prefill_workers_fetch_where_anybody_gives(
     tmp_path: Path, shape: tuple[int, int], changes: tuple[str, ...], fetches: bool, returns: bool
 ) -> None:
-    engine = override(config().engine, changes)
+    engine = set_by(config().engine, changes)
     plan = plan_cluster(config(engine=engine, shape=ClusterShape(*shape)), tmp_path)
     routing = plan.router_config(0).router.routing
     assert (routing.peer_fetch, routing.fetch_from_decode) == (fetches, returns)
@@ -117,13 +117,13 @@ def test_prefill_workers_fetch_where_anybody_gives(
 
 
 def test_http_ports_of_routers_follow_each_other_and_workers_have_none(tmp_path: Path):
-    engine = override(EngineConfig(), ["service.http_port=8000"])
+    engine = set_by(EngineConfig(), ["service.http_port=8000"])
     plan = plan_cluster(config(engine=engine, routers=2), tmp_path)
     made = [plan.router_config(index) for index in range(2)]
     assert [one.router.service.http_port for one in made] == [8000, 8001]
     assert all(one.observe.on for one in made), "their /metrics has something to show"
     assert [one.worker.service.http_port for one in workers(plan)] == [None] * 3
-    drawn = override(EngineConfig(), ["service.http_port=0"])
+    drawn = set_by(EngineConfig(), ["service.http_port=0"])
     (first,) = plan_cluster(config(engine=drawn), tmp_path).services
     assert first.http_port and first.http_port != first.port
     (without,) = plan_cluster(config(), tmp_path).services
@@ -177,7 +177,7 @@ def test_copies_of_a_model_agree_and_other_weights_or_types_differ(tmp_path: Pat
 
 
 def test_an_ipv6_host_is_bracketed_wherever_a_port_follows(tmp_path: Path):
-    engine = override(EngineConfig(), ["service.host=::1"])
+    engine = set_by(EngineConfig(), ["service.host=::1"])
     made = config(engine=engine, shape=ClusterShape(mixed=1))
     instance = InstancePlan("mixed-0", WorkerRole.MIXED, Layout(), (8701,))
     plan = ClusterPlan(made, (8700, 8702), (instance,), tmp_path)
@@ -187,7 +187,7 @@ def test_an_ipv6_host_is_bracketed_wherever_a_port_follows(tmp_path: Path):
 
 
 def test_workers_with_stages_cut_into_the_same_layer_groups_and_keep_their_roles() -> None:
-    staged = override(EngineConfig(), ["prefill.layout=pp=2", "decode.layout=pp=3"])
+    staged = set_by(EngineConfig(), ["prefill.layout=pp=2", "decode.layout=pp=3"])
     groups = {
         worker_config(staged, role).instance.layer_groups
         for role in (WorkerRole.PREFILL, WorkerRole.DECODE)

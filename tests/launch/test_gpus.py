@@ -13,7 +13,7 @@ from jdisagg.node.cluster_plan import ClusterConfig, plan_cluster
 from jdisagg.node.gpus import gpus_of_host, local_devices, parse_gpus
 from jdisagg.node.recipes import ClusterShape
 from jdisagg.node.run_files import ProcessPlace
-from jdisagg.timeouts import DEFAULT_TIMEOUTS
+from jdisagg.settings.timeouts import DEFAULT_TIMEOUTS
 
 TWO = InstanceConfig(layout=Layout(tp=2))
 

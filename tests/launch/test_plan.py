@@ -151,7 +151,7 @@ DRAWN = (*LLAMA, "--mixture=1:100/10")
 POOL = ("--model=llama-3-8b", "--mixture=1:100/10", "--pool=h100:4@2.5")
 # Flags, and what is said of them.
 REFUSED = (
-    ((*DRAWN, "--hit_rate=1"), "--hit_rate=1.0 must be at least 0 and less than 1"),
+    ((*DRAWN, "--hit_rate=1"), "--hit_rate must be in [0, 1), got 1.0"),
     (
         (*LLAMA, "--trace=x.csv", "--shared_tokens=64"),
         "--shared_tokens and --hit_rate describe a --mixture",

@@ -66,7 +66,7 @@ FIELDS = {
     "model": {"directory": "models/some", "dtype": "bfloat16", "context_tokens": 8192},
     "instance": {"hardware": "h100", "page_size": 32},
     "prefill": {"layout": {"tp": 4, "ep": 4}},
-    "decode": {"layout": "dp=4,ep=4", "codec": "int8"},
+    "decode": {"layout": "dp=4,ep=4", "codec": "int8", "speculate": False},  # YAML's off
     "prefix": {"reuse": False, "host_gib": None},
     "cluster": {"prefill": 3, "decode": 2},
 }
@@ -80,7 +80,7 @@ def test_yaml_and_json_hold_the_fields_that_differ(name: str, tmp_path: Path):
     assert load_recipe(str(path)) == EngineConfig(
         model=ModelConfig("models/some", "bfloat16", 8192),
         prefill=replace(both, layout=Layout(tp=4, ep=4)),
-        decode=replace(both, layout=Layout(dp=4, ep=4), codec="int8"),
+        decode=replace(both, layout=Layout(dp=4, ep=4), codec="int8", speculate="off"),
         prefix=PrefixConfig(reuse=False, host_gib=None),
     )
     assert load_shape(str(path)) == ClusterShape(3, 2)
@@ -94,15 +94,20 @@ def test_yaml_and_json_hold_the_fields_that_differ(name: str, tmp_path: Path):
     [
         ("- 1", "must hold the fields of a configuration"),
         ("a: [", "is not valid YAML: "),
-        ("decode: {slots: 3}", r"recipe.yaml'.*'decode.slots': InstanceConfig has no field"),
-        ("decode: {page_size: x}", "'decode.page_size': 'x' is not a int"),
-        ("decode: 3", "InstanceConfig is not a single value"),
-        ("decode: {page_size: 0}", "page_size must be positive, got 0"),
+        ("decode: {slots: 3}", r"recipe.yaml', line 1: decode.slots is not a setting"),
+        ("decode: {page_size: x}", "decode.page_size must be a whole number, got 'x'"),
+        ("decode: 3", "decode is a section, not a value, got 3"),
+        (
+            "mode: chunked\ninstance:\n  page_size: 0",
+            "line 3: prefill.page_size must be positive, got 0",
+        ),
+        ('{\n\t"prefix": {\n\t\t"disk_gib": -1}}', "line 3: prefix.disk_gib must not be negative"),
+        ("\nprefix: {disk_gib: 1}", "line 2: prefix.disk_gib=1.0 needs disk_dir"),
         ("cluster: {router: 1}", "cluster: {'router': 1} must hold numbers for some of prefill, "),
     ],
 )
 def test_fields_that_do_not_exist_are_named_with_the_file(text: str, said: str, tmp_path: Path):
-    path = tmp_path / "recipe.yaml"
+    path = tmp_path / f"recipe.{'json' if text.startswith('{') else 'yaml'}"
     path.write_text(text)
     with pytest.raises(ConfigError, match=said):
         load_recipe(str(path))
@@ -153,7 +158,7 @@ NO_RECIPES: list[tuple[str | None, str]] = [
     ),
     (
         f"{IMPORT}\nONE = InstanceConfig(page_size=0)",
-        r"recipe.py', line 2: page_size must be positive, got 0",
+        r"recipe.py', line 2: instance.page_size must be positive, got 0",
     ),
     ("open('/nowhere/at/all')", r"line 1: FileNotFoundError: .*'/nowhere/at/all'"),
 ]

@@ -179,7 +179,7 @@ async def test_bad_input_is_one_line_that_names_it(door: Served, tmp_path: Path)
         ((f"--trace={empty}",), "holds no requests"),
         ((f"--trace={columns}",), "no column for output_tokens"),
         ((f"--trace={good}", "--speed=2", "--rate=2"), "give one of them"),
-        ((f"--trace={good}", "--speed=0"), "--speed must be a positive number"),
+        ((f"--trace={good}", "--speed=0"), "--speed must be positive, got 0"),
         ((f"--trace={good}", f"--json={tmp_path}/no/such.json"), "in a folder that exists"),
     )
     given = [((f"--target={door.target}", *flags), said) for flags, said in cases]

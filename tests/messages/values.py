@@ -14,10 +14,10 @@ from jdisagg.costs.catalog import CATALOG
 from jdisagg.costs.hardware import Accelerator
 from jdisagg.costs.linear_attention import LinearAttention
 from jdisagg.costs.model_geometry import CostGeometry, GroupedAttention
-from jdisagg.images import PromptImage
 from jdisagg.layout.axes import Layout
 from jdisagg.layout.mesh_card import KvEnd, MeshCard
-from jdisagg.prompt_logprobs import PromptLogprobs, PromptToken
+from jdisagg.prompt.images import PromptImage
+from jdisagg.prompt.logprobs import PromptLogprobs, PromptToken
 from jdisagg.request import Request, SamplingParams
 
 INT64 = st.integers(-(2**63), 2**63 - 1)

@@ -14,11 +14,11 @@ from flax import nnx
 from safetensors.numpy import load_file, save_file
 
 from jdisagg.executor.image_programs import patches_of
-from jdisagg.images import ImageFormat, PromptImage, rows_of_image, spatial_positions
 from jdisagg.layout.axes import Layout
 from jdisagg.model_api import Shards
 from jdisagg.ops.dense_attention import dense_causal_attend
 from jdisagg.ops.dense_recurrence import recur_from_the_beginning
+from jdisagg.prompt.images import ImageFormat, PromptImage, rows_of_image, spatial_positions
 from models.checkpoint import load_model
 from models.inspection import inspect
 from tests.golden.images import FIXTURES, GOLDEN, golden_images

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from jdisagg.config import ServiceConfig
+from jdisagg.config import ObserveConfig, ServiceConfig
 from jdisagg.dispatch.membership import WorkerPorts
 from jdisagg.errors import ConfigError, UnavailableError
 from jdisagg.layout.axes import Layout
@@ -16,7 +16,7 @@ from jdisagg.observe import wrap
 from jdisagg.observe.canary import Canary, Pair
 from jdisagg.observe.counter_texts import TEXTS
 from jdisagg.observe.observer import Observer
-from jdisagg.observe.process import ObserveConfig, observing
+from jdisagg.observe.process import observing
 from jdisagg.observe.wrap import request_log
 from jdisagg.service.server import GenerationServer
 from jdisagg.telemetry import Counters

@@ -7,9 +7,9 @@ from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 
 from jdisagg.config import Mode
+from jdisagg.messages.trace_context import incoming, within
 from jdisagg.observe.observer import Observer
 from jdisagg.observe.tracing import Tracing, handoff_key, of_request, offer_key, tracer_provider
-from jdisagg.trace_context import incoming, within
 from tests.fakes.cluster import toy_request
 from tests.fakes.fake_executor import Faults, toy_limits
 from tests.fakes.virtual_time import VirtualClock, run_virtually

@@ -13,7 +13,7 @@ from jdisagg.messages.registry import RouterUse
 from jdisagg.router.admission import Drain, Lateness, Quotas, admit, limit_seconds
 from jdisagg.router.breaker import FAILURES, Breaker, BreakerState
 from jdisagg.router.predictor import COLD_TOKENS, FEWEST, MOST_ROUTERS, SHARED, LearnedLengths
-from jdisagg.timeouts import DEFAULT_TIMEOUTS
+from jdisagg.settings.timeouts import DEFAULT_TIMEOUTS
 
 BACKOFF = DEFAULT_TIMEOUTS.request.breaker
 

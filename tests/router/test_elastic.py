@@ -394,7 +394,7 @@ def test_a_worker_takes_the_layout_that_its_new_role_mostly_has_where_its_device
         ("window_seconds", 0.0, "elastic.window_seconds must be positive, got 0.0"),
         ("patience_seconds", -1.0, "elastic.patience_seconds must not be negative"),
         ("target_use", 0.99, "elastic.target_use must be in"),
-        ("least_prefill", 0, "must be at least 1"),
+        ("least_prefill", 0, "elastic.least_prefill must be positive, got 0"),
     ],
 )
 def test_settings_that_cannot_work_are_refused_by_name(field: str, value: float, message: str):

@@ -13,7 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from jdisagg.config import EngineConfig, Mode, PrefixConfig
 from jdisagg.errors import ConfigError
-from jdisagg.images import PromptImage
+from jdisagg.prompt.images import PromptImage
 from jdisagg.request import Adapter, Request
 from jdisagg.scheduler.page_ledger import LedgerError, PageLedger, pages_for
 from jdisagg.scheduler.residency import BlockNames, Chain, Residency, ResidencyTree
@@ -334,11 +334,11 @@ def test_a_grain_that_a_hand_off_cannot_begin_at_is_refused() -> None:
     [
         (
             {"reuse": False, "host_gib": 1.0, "disk_dir": "/kv", "disk_gib": 1.0},
-            "prefix.disk_gib=1 needs the prefix cache",
+            "prefix.disk_gib=1.0 needs reuse .*, got False",
         ),
-        ({"reuse": True, "host_gib": -1.0}, "prefix.host_gib must be 0 or more GiB, got -1"),
-        ({"reuse": True, "host_gib": math.nan}, "prefix.host_gib must be 0 or more GiB, got nan"),
-        ({"reuse": True, "restores": "never"}, "must be priced or always, got 'never'"),
+        ({"reuse": True, "host_gib": -1.0}, "prefix.host_gib must not be negative, got -1"),
+        ({"reuse": True, "host_gib": math.nan}, "prefix.host_gib must be a finite number, got nan"),
+        ({"reuse": True, "restores": "never"}, "must be one of priced, always, got 'never'"),
     ],
 )
 def test_host_memory_that_makes_no_sense_is_refused(

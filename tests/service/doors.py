@@ -16,7 +16,7 @@ from jdisagg.errors import JdisaggError, OverloadedError
 from jdisagg.grammar.compiler import GrammarCompiler, TokenizerText
 from jdisagg.layout.axes import Layout
 from jdisagg.messages.worker_status import KeptTier, WorkerRole, WorkerStatus
-from jdisagg.prompt_logprobs import PromptLogprobs, PromptToken
+from jdisagg.prompt.logprobs import PromptLogprobs, PromptToken
 from jdisagg.request import (
     CachedTokens,
     FinishReason,
@@ -26,7 +26,7 @@ from jdisagg.request import (
     TokenLogprobs,
     Usage,
 )
-from jdisagg.timeouts import RequestTimeouts, Timeouts
+from jdisagg.settings.timeouts import RequestTimeouts, Timeouts
 from models.tokenizer import Tokenizer
 from tests.time_scale import seconds as seconds_of
 

@@ -12,7 +12,7 @@ from jdisagg.service.internal.remote_ports import RemoteWorker
 from jdisagg.service.internal.span_sessions import SpanSessions
 from jdisagg.service.internal.worker_service import decode_service, peer_service, prefill_service
 from jdisagg.service.server import GrpcServer
-from jdisagg.timeouts import DEFAULT_TIMEOUTS, CallTimeouts
+from jdisagg.settings.timeouts import DEFAULT_TIMEOUTS, CallTimeouts
 from tests.service.doors import eventually
 from tests.service.port_worker import Worker
 

@@ -24,7 +24,7 @@ from jdisagg.dispatch import image_reader, prompts
 from jdisagg.dispatch.frontend import Frontend
 from jdisagg.dispatch.prompts import TokenPrompt
 from jdisagg.errors import InvalidRequestError
-from jdisagg.images import PromptImage
+from jdisagg.prompt.images import PromptImage
 from jdisagg.request import Request
 from jdisagg.service.grpc import generation_pb2 as pb
 from jdisagg.service.grpc.wire_chat import chat_from_proto, chat_to_proto

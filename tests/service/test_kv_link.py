@@ -19,7 +19,7 @@ from jdisagg.messages.kv_plane import (
 )
 from jdisagg.service.internal.kv_link import GrpcKvLink
 from jdisagg.service.server import GrpcServer
-from jdisagg.timeouts import DEFAULT_TIMEOUTS, TransferTimeouts
+from jdisagg.settings.timeouts import DEFAULT_TIMEOUTS, TransferTimeouts
 from tests import time_scale
 from tests.service.doors import eventually
 

@@ -22,7 +22,7 @@ from jdisagg.router.predictor import FEWEST, LearnedLengths
 from jdisagg.scheduler.kept_log import KeptLog
 from jdisagg.service.internal import registry, rpc
 from jdisagg.service.internal.registry import RegistryClient, Share, registry_service
-from jdisagg.timeouts import MembershipTimeouts
+from jdisagg.settings.timeouts import MembershipTimeouts
 from tests.service.doors import STATUS, eventually
 from tests.service.listening import listening
 

@@ -27,7 +27,7 @@ from jdisagg.messages.ports import (
     Span,
 )
 from jdisagg.service.internal.span_sessions import SpanSessions
-from jdisagg.timeouts import CallTimeouts
+from jdisagg.settings.timeouts import CallTimeouts
 from tests.service.doors import STATUS, eventually
 from tests.service.port_worker import HELLO, REQUEST, Worker
 from tests.service.remote_workers import (

@@ -15,9 +15,9 @@ from jdisagg.errors import (
     OverloadedError,
     UnavailableError,
 )
-from jdisagg.images import DIGEST_BYTES, PromptImage
 from jdisagg.messages.packed import pack
 from jdisagg.messages.ports import Child, Reservation, ReserveCall, Span, SpanEnd, close_stream
+from jdisagg.prompt.images import DIGEST_BYTES, PromptImage
 from jdisagg.request import MAX_TOP_LOGPROBS, Request, TokenLogprobs
 from jdisagg.service.internal.span_sessions import SpanSessions
 from tests.service.doors import STATUS, eventually

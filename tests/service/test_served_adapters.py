@@ -7,8 +7,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from jdisagg import caller
 from jdisagg.client import AsyncClient
+from jdisagg.dispatch import caller
 from jdisagg.dispatch.served_adapters import ServedAdapters
 from jdisagg.errors import InvalidRequestError, UnauthenticatedError
 from jdisagg.messages.worker_status import WorkerStatus

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jdisagg.caller import Caller, KeyLimits, calling, current
 from jdisagg.client import AsyncClient
+from jdisagg.dispatch.caller import Caller, KeyLimits, calling, current
 from jdisagg.errors import ConfigError, QuotaExceededError, UnauthenticatedError
 from jdisagg.request import Request
 from jdisagg.scheduler.residency import BlockNames

@@ -8,9 +8,9 @@ import grpc.aio
 
 from jdisagg.client import AsyncClient
 from jdisagg.errors import JdisaggError
+from jdisagg.messages.trace_context import incoming, outgoing, within
 from jdisagg.observe import wrap
 from jdisagg.service.internal.remote_ports import RemoteWorker
-from jdisagg.trace_context import incoming, outgoing, within
 from tests.fakes.cluster import toy_request
 from tests.observe.spans import TracedObserver, trace_of
 from tests.service.served_cluster import served

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field, replace
 import msgspec
 import pytest
 
-from jdisagg import caller
 from jdisagg.client import AsyncClient
 from jdisagg.clock import MonotonicClock
+from jdisagg.dispatch import caller
 from jdisagg.dispatch.request_context import ClusterPorts
 from jdisagg.dispatch.weights_control import WeightsControl
 from jdisagg.errors import (

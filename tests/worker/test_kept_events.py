@@ -206,7 +206,7 @@ def test_each_worker_of_a_host_has_ports_of_its_own() -> None:
     assert (third.events, third.events_replay) == ("tcp://*:5559", "tcp://*:6559")
     assert PrefixConfig(reuse=True, events="ipc:///tmp/kv").of_worker(1).events == "ipc:///tmp/kv.1"
     assert PrefixConfig(reuse=True, events="tcp://*:0").of_worker(1).events == "tcp://*:0"
-    with pytest.raises(ConfigError, match="needs the prefix cache"):
+    with pytest.raises(ConfigError, match="needs reuse .*, got False"):
         PrefixConfig(reuse=False, events="tcp://*:5557")
     with pytest.raises(ConfigError, match="events_replay"):
         PrefixConfig(reuse=True, events_replay="tcp://*:5557")

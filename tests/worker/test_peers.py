@@ -8,8 +8,8 @@ from jdisagg.errors import IncompatiblePeerError
 from jdisagg.messages.ports import HandoffSource, PeerHello
 from jdisagg.messages.step_commands import ConnectPeer, DisconnectPeer, StepCommand
 from jdisagg.messages.worker_status import LinkTimes
+from jdisagg.settings.timeouts import HandoffTimeouts
 from jdisagg.telemetry import Counters
-from jdisagg.timeouts import HandoffTimeouts
 from jdisagg.worker.background import SideCalls
 from jdisagg.worker.peers import ASSUMED_BYTE_SECONDS, LinkMeter, Peers, hello_of
 from jdisagg.worker.step_loop import StepLoop

@@ -4,8 +4,8 @@ import asyncio
 
 import pytest
 
-from jdisagg.images import PromptImage
 from jdisagg.messages.step_commands import PrefillChunk, PrefillRow, StepCommand, StepResult
+from jdisagg.prompt.images import PromptImage
 from jdisagg.worker.step_loop import StepLoop
 
 

@@ -19,7 +19,7 @@ import jax
 from tokenizers import Tokenizer
 
 from jdisagg.errors import ConfigError
-from jdisagg.folders import made_folder
+from jdisagg.settings.folders import made_folder
 from launch.console import run
 from launch.flags import define
 from tools.tiny_models.corpus import document

@@ -19,8 +19,8 @@ from jdisagg.messages.registry import WorkerCard
 from jdisagg.messages.roles import RolePort, SwitchCall, SwitchReport, SwitchState
 from jdisagg.messages.worker_status import WorkerRole, WorkerStatus
 from jdisagg.router.elastic import check_switch, usual_layout
+from jdisagg.settings.timeouts import DEFAULT_TIMEOUTS, MembershipTimeouts
 from jdisagg.telemetry import Counters
-from jdisagg.timeouts import DEFAULT_TIMEOUTS, MembershipTimeouts
 
 
 class Workers(Protocol):

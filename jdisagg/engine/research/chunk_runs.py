@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 import jax
 import numpy as np
 
+from jdisagg.dispatch.ids import random_id
 from jdisagg.engine.research.kv_blocks import KVBlock
 from jdisagg.engine.research.kv_cache import NextToken
 from jdisagg.errors import BrokenModelError
-from jdisagg.ids import random_id
 from jdisagg.layout.mesh_card import MeshCard
 from jdisagg.messages.step_commands import (
     BROKEN_TOKEN,
@@ -23,7 +23,7 @@ from jdisagg.messages.step_commands import (
     SampledToken,
     SampleSpec,
 )
-from jdisagg.prompt_logprobs import PromptLogprobs
+from jdisagg.prompt.logprobs import PromptLogprobs
 from jdisagg.scheduler.blocks import padded, split_blocks
 from jdisagg.scheduler.executor import MeshLimits
 from jdisagg.scheduler.page_ledger import PageLedger, pages_for

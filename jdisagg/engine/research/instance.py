@@ -13,6 +13,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
+from jdisagg.dispatch.ids import random_id
 from jdisagg.engine.replica import Loaded
 from jdisagg.engine.research.chunk_runs import KeepingChannel, Run, chunks, whole_token
 from jdisagg.engine.research.kv_blocks import KVBlock, KVPlace
@@ -23,7 +24,6 @@ from jdisagg.executor.mesh_executor import MeshExecutor, MeshRole
 from jdisagg.executor.programs import BLOCK_SPEC, RANK, Programs
 from jdisagg.executor.results import PrefillReading
 from jdisagg.executor.work_threads import POLL_SECONDS, Waiting
-from jdisagg.ids import random_id
 from jdisagg.layout.axes import Layout
 from jdisagg.messages.step_commands import (
     DecodeResult,
@@ -40,7 +40,7 @@ from jdisagg.messages.step_commands import (
 )
 from jdisagg.ops.kv_pages import gather_tokens
 from jdisagg.ops.kv_rows import block_of
-from jdisagg.prompt_logprobs import PromptLogprobs
+from jdisagg.prompt.logprobs import PromptLogprobs
 from jdisagg.request import MAX_TOP_LOGPROBS, SamplingParams
 from jdisagg.scheduler.blocks import padded, split_blocks
 from jdisagg.scheduler.executor import MeshLimits

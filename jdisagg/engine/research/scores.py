@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from jdisagg.prompt_logprobs import PromptLogprobs
+from jdisagg.prompt.logprobs import PromptLogprobs
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field, replace
 
 from jdisagg.chat.messages import ToolCall
 from jdisagg.errors import JdisaggError
-from jdisagg.prompt_logprobs import PromptLogprobs
+from jdisagg.prompt.logprobs import PromptLogprobs
 from jdisagg.request import FinishReason, StreamEvent, Timings, TokenLogprobs, Usage
 
 

@@ -26,7 +26,7 @@ from jdisagg.service.grpc import generation_pb2 as pb
 from jdisagg.service.grpc import wire, wire_generation
 from jdisagg.service.grpc.wire_generation import ClientRequest
 from jdisagg.service.internal.connection import status_of
-from jdisagg.timeouts import DEFAULT_TIMEOUTS
+from jdisagg.settings.timeouts import DEFAULT_TIMEOUTS
 
 # The server ends a request at its deadline and reports the reason. The gRPC deadline of the call is
 # a little later. It ends the call only if the server does not.

@@ -24,7 +24,7 @@ from jdisagg.dispatch.routing_status import (
 )
 from jdisagg.errors import InvalidRequestError
 from jdisagg.messages.weights import UpdateMode, WeightsReport
-from jdisagg.prompt_logprobs import PromptLogprobs
+from jdisagg.prompt.logprobs import PromptLogprobs
 from jdisagg.request import (
     MAX_GRAMMAR_BYTES,
     MAX_N,

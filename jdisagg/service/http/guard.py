@@ -9,13 +9,13 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 
-from jdisagg.caller import Caller, calling
+from jdisagg.dispatch.caller import Caller, calling
 from jdisagg.errors import JdisaggError, UnauthenticatedError
+from jdisagg.messages.trace_context import incoming, within
 from jdisagg.service.bearer import Tokens, identify
 from jdisagg.service.calls import DrainingGuard, cut_short, internal_error, shutting_down
 from jdisagg.service.http.errors import OPENAI_ERRORS, ErrorForm, HttpRefusal, error_headers
 from jdisagg.service.http.exchange import Exchange, Receive, Scope, Send
-from jdisagg.trace_context import incoming, within
 
 Handler = Callable[[Exchange], Awaitable[None]]
 # Time limit for sending the final error to a client that does not read.

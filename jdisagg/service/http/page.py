@@ -14,8 +14,9 @@ from dataclasses import dataclass
 
 import msgspec
 
-from jdisagg import __version__, caller
+from jdisagg import __version__
 from jdisagg.chat.messages import ChatMessage, ChatPrompt
+from jdisagg.dispatch import caller
 from jdisagg.dispatch.frontend import Frontend
 from jdisagg.dispatch.routing_status import PastDecision, WorkerAccount
 from jdisagg.errors import InvalidRequestError

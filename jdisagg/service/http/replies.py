@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from jdisagg.prompt_logprobs import PromptLogprobs, PromptToken
+from jdisagg.prompt.logprobs import PromptLogprobs, PromptToken
 from jdisagg.request import FinishReason, StreamEvent, TokenLogprobs, ToolCallDelta, Usage
 from jdisagg.service.http.bodies import StreamOptions
 from jdisagg.service.http.requests import OfPrompt

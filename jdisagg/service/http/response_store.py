@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 import msgspec
 
-from jdisagg import caller
 from jdisagg.clock import MonotonicClock
+from jdisagg.dispatch import caller
 from jdisagg.service.http.errors import HttpRefusal
 
 Json = dict[str, object]

@@ -17,7 +17,6 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from jdisagg.address import listening_socket
 from jdisagg.config import ServiceConfig
 from jdisagg.dispatch.frontend import Frontend
 from jdisagg.errors import ConfigError
@@ -29,7 +28,8 @@ from jdisagg.service.http.guard import HttpGuard
 from jdisagg.service.http.page import PageSources
 from jdisagg.service.http.routes import HttpRoutes, Scrape
 from jdisagg.service.reread import Reread
-from jdisagg.timeouts import DEFAULT_TIMEOUTS
+from jdisagg.settings.address import listening_socket
+from jdisagg.settings.timeouts import DEFAULT_TIMEOUTS
 
 HEAD_SECONDS = 20.0
 HEAD_BYTES = 64 << 10

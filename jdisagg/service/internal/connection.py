@@ -19,14 +19,14 @@ from typing import TypeVar, cast
 import grpc
 import grpc.aio
 
-from jdisagg.address import canonical
 from jdisagg.errors import ConfigError, JdisaggError, UnavailableError
 from jdisagg.messages.packed import protocol_text
 from jdisagg.messages.spans import WireStatus
+from jdisagg.messages.trace_context import outgoing
 from jdisagg.service.grpc import wire
 from jdisagg.service.grpc_life import keep_grpc_alive
-from jdisagg.timeouts import DEFAULT_TIMEOUTS, CallTimeouts
-from jdisagg.trace_context import outgoing
+from jdisagg.settings.address import canonical
+from jdisagg.settings.timeouts import DEFAULT_TIMEOUTS, CallTimeouts
 
 MAX_MESSAGE_BYTES = 128 << 20
 BOOT_KEY = "jdisagg-boot"

@@ -14,7 +14,6 @@ from collections.abc import AsyncIterator
 import grpc
 import grpc.aio
 
-from jdisagg.address import host_port
 from jdisagg.errors import InvalidRequestError, JdisaggError, UnavailableError
 from jdisagg.instance.followers import Followers, FollowerSession
 from jdisagg.messages.instance import FollowerMessage, Join, LeaderMessage
@@ -28,7 +27,8 @@ from jdisagg.service.internal.connection import (
     open_channel,
     protocol_metadata,
 )
-from jdisagg.timeouts import DEFAULT_TIMEOUTS, InstanceTimeouts
+from jdisagg.settings.address import host_port
+from jdisagg.settings.timeouts import DEFAULT_TIMEOUTS, InstanceTimeouts
 
 unpack_follower = Unpacker[FollowerMessage](FollowerMessage)
 unpack_leader = Unpacker[LeaderMessage](LeaderMessage)

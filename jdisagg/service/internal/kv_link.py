@@ -21,8 +21,8 @@ from jdisagg.messages.kv_plane import KvEnvelope, KvMessage, KvPlanePort
 from jdisagg.service.guard import Service
 from jdisagg.service.internal import rpc
 from jdisagg.service.internal.connection import NO_CREDENTIALS, Connection, Credentials
+from jdisagg.settings.timeouts import DEFAULT_TIMEOUTS, TransferTimeouts
 from jdisagg.telemetry import Counters
-from jdisagg.timeouts import DEFAULT_TIMEOUTS, TransferTimeouts
 from jdisagg.transfer.kv_link import KvReceiver
 
 QUEUE_MESSAGES = 8192

@@ -30,7 +30,7 @@ from jdisagg.messages.worker_status import WorkerStatus
 from jdisagg.service.guard import Service
 from jdisagg.service.internal import rpc
 from jdisagg.service.internal.connection import NO_CREDENTIALS, Connection, Credentials
-from jdisagg.timeouts import DEFAULT_TIMEOUTS, MembershipTimeouts
+from jdisagg.settings.timeouts import DEFAULT_TIMEOUTS, MembershipTimeouts
 
 log = logging.getLogger(__name__)
 

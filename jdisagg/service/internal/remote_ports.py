@@ -13,7 +13,7 @@ from jdisagg.messages.weights import WeightsPort
 from jdisagg.service.internal import rpc
 from jdisagg.service.internal.connection import NO_CREDENTIALS, Connection, Credentials
 from jdisagg.service.internal.remote_spans import RemoteSpans
-from jdisagg.timeouts import DEFAULT_TIMEOUTS, CallTimeouts
+from jdisagg.settings.timeouts import DEFAULT_TIMEOUTS, CallTimeouts
 
 
 class RemoteWorker:

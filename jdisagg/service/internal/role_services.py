@@ -10,7 +10,7 @@ from jdisagg.messages.roles import ClusterRolesPort, RolePort
 from jdisagg.service.guard import Service
 from jdisagg.service.internal import rpc
 from jdisagg.service.internal.connection import NO_CREDENTIALS, Credentials
-from jdisagg.timeouts import DEFAULT_TIMEOUTS, CallTimeouts
+from jdisagg.settings.timeouts import DEFAULT_TIMEOUTS, CallTimeouts
 
 
 def worker_roles_service(port: RolePort, tokens: tuple[str, ...] = ()) -> Service:

@@ -17,9 +17,9 @@ import jax
 from jdisagg.assembly import Worker, build_worker
 from jdisagg.clock import MonotonicClock
 from jdisagg.config import ServiceConfig, WorkerConfig
+from jdisagg.dispatch.ids import random_id
 from jdisagg.engine.replica import KvPlane, build_worker_replica
 from jdisagg.executor.program_cache import use_compilation_cache
-from jdisagg.ids import random_id
 from jdisagg.layout.mesh_card import KvEnd
 from jdisagg.messages.worker_status import WorkerRole
 from jdisagg.node.cluster_plan import free_ports

@@ -12,8 +12,8 @@ import pytest
 from openai.types.responses import Response, ResponseItem
 from pydantic import TypeAdapter
 
-from jdisagg.caller import Caller, calling
 from jdisagg.config import ServiceConfig
+from jdisagg.dispatch.caller import Caller, calling
 from jdisagg.errors import InvalidRequestError
 from jdisagg.service.http.response_store import KeptResponse, ResponseStore
 from tests.service.chats import CALLS, FLAT, TEMPLATE, Script, prompts, say

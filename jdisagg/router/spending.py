@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from jdisagg.messages.registry import RouterUse
-from jdisagg.token_bucket import Bucket
+from jdisagg.router.token_bucket import Bucket
 
 IDLE_SECONDS = 60.0  # a total that did not change for this long is removed and restarts at 0
 FORGET_SECONDS = 30.0  # after which a silent router counts as new; must be less than IDLE_SECONDS

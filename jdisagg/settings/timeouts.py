@@ -14,9 +14,9 @@ long nested retries can take in total. Deadlines and leases that depend on the d
 
 import dataclasses
 from dataclasses import dataclass, field
-from typing import Any, Self
+from typing import Annotated, Any, Self
 
-from jdisagg.errors import ConfigError
+from jdisagg.settings.declared import AtMost, Count, Positive, Settings
 
 MAX_DOUBLINGS = 64  # 2**64 exceeds every bound, and a float still holds it
 
@@ -41,51 +41,24 @@ def _scaled(part: Any, factor: float) -> Any:
     return dataclasses.replace(part, **values)
 
 
-class _Part:
-    __slots__ = ()
-
-    def __post_init__(self) -> None:
-        for spec in dataclasses.fields(self):  # type: ignore[arg-type]
-            value = getattr(self, spec.name)
-            if not dataclasses.is_dataclass(value) and not value > 0:
-                raise ConfigError(
-                    f"{type(self).__name__}.{spec.name} must be positive, got {value}"
-                )
-
-    def _check_order(self, *names: str) -> None:
-        for less, more in zip(names, names[1:], strict=False):
-            if getattr(self, less) > getattr(self, more):
-                raise ConfigError(
-                    f"{type(self).__name__}: {less}={getattr(self, less):g} must not exceed"
-                    f" {more}={getattr(self, more):g}; lower the one or raise the other"
-                )
-
-
 @dataclass(frozen=True, slots=True)
-class Backoff(_Part):
+class Backoff(Settings):
     """Exponential backoff: each wait between tries is twice the previous wait, up to a maximum.
 
     Args:
         first_seconds: Wait after the first failure.
         most_seconds: Longest wait.
-
-    Raises:
-        ConfigError: `first_seconds` is not positive, or exceeds `most_seconds`.
     """
 
-    first_seconds: float
-    most_seconds: float
-
-    def __post_init__(self) -> None:
-        _Part.__post_init__(self)
-        self._check_order("first_seconds", "most_seconds")
+    first_seconds: Annotated[Positive, AtMost("most_seconds")]
+    most_seconds: Positive
 
     def seconds(self, failures: int) -> float:
         return min(self.first_seconds * 2 ** min(failures - 1, MAX_DOUBLINGS), self.most_seconds)
 
 
 @dataclass(frozen=True, slots=True)
-class RequestTimeouts(_Part):
+class RequestTimeouts(Settings):
     """Timeouts of one request at the router.
 
     Attributes:
@@ -99,12 +72,12 @@ class RequestTimeouts(_Part):
             that needs more than 0.8 s of processor time is always refused.
     """
 
-    close_seconds: float = 5.0
+    close_seconds: Positive = 5.0
     retry: Backoff = Backoff(0.02, 1.0)
-    sources: int = 4
+    sources: Count = 4
     breaker: Backoff = Backoff(1.0, 30.0)
-    resumption_seconds: float = 8.0
-    grammar_seconds: float = 5.0
+    resumption_seconds: Positive = 8.0
+    grammar_seconds: Positive = 5.0
 
     # Limit of freeing resources at a worker that has just failed. It is short, because the next
     # attempt waits for it.
@@ -126,7 +99,7 @@ class RequestTimeouts(_Part):
 
 
 @dataclass(frozen=True, slots=True)
-class MembershipTimeouts(_Part):
+class MembershipTimeouts(Settings):
     """Timeouts between workers and their router: registration, heartbeats, role changes.
 
     Attributes:
@@ -136,10 +109,10 @@ class MembershipTimeouts(_Part):
         role_change_seconds: Limit of a role change that the elastic controller starts.
     """
 
-    heartbeat_seconds: float = 0.25
-    suspect_seconds: float = 1.5
-    gone_seconds: float = 3.0
-    role_change_seconds: float = 300.0
+    heartbeat_seconds: Annotated[Positive, AtMost("suspect_seconds")] = 0.25
+    suspect_seconds: Annotated[Positive, AtMost("gone_seconds")] = 1.5
+    gone_seconds: Positive = 3.0
+    role_change_seconds: Positive = 300.0
 
     call_seconds = _Times("gone_seconds", 2 / 3)  # limit of each call of a worker to the registry
     # Limit for a registering worker to answer the router's test call.
@@ -155,13 +128,9 @@ class MembershipTimeouts(_Part):
     sweep_seconds = 0.25  # interval of the search for workers that are gone
     role_look_seconds = 0.1
 
-    def __post_init__(self) -> None:
-        _Part.__post_init__(self)
-        self._check_order("heartbeat_seconds", "suspect_seconds", "gone_seconds")
-
 
 @dataclass(frozen=True, slots=True)
-class HandoffTimeouts(_Part):
+class HandoffTimeouts(Settings):
     """Timeouts of a KV hand-off between two workers.
 
     Attributes:
@@ -172,10 +141,10 @@ class HandoffTimeouts(_Part):
             sequence keeps running on the old worker during this time.
     """
 
-    heartbeat_seconds: float = 2.0
-    call_seconds: float = 5.0
-    pull_tries: int = 3
-    migration_seconds: float = 30.0
+    heartbeat_seconds: Annotated[Positive, AtMost("migration_seconds")] = 2.0
+    call_seconds: Positive = 5.0
+    pull_tries: Count = 3
+    migration_seconds: Positive = 30.0
 
     hello_seconds = _Times("call_seconds", 1.0)
     resume_seconds = _Times("call_seconds", 1.0)  # wait for a new source after the old one failed
@@ -191,13 +160,9 @@ class HandoffTimeouts(_Part):
     abort_pause_seconds = 1.0
     peer_idle_seconds = 600.0  # after which an unused peer is removed
 
-    def __post_init__(self) -> None:
-        _Part.__post_init__(self)
-        self._check_order("heartbeat_seconds", "migration_seconds")
-
 
 @dataclass(frozen=True, slots=True)
-class TransferTimeouts(_Part):
+class TransferTimeouts(Settings):
     """Timeouts of the KV plane between two processes.
 
     Attributes:
@@ -205,8 +170,8 @@ class TransferTimeouts(_Part):
         link_try_seconds: Time limit for all tries to send one message to the other process.
     """
 
-    outlet_idle_seconds: float = 300.0
-    link_try_seconds: float = 3.0
+    outlet_idle_seconds: Positive = 300.0
+    link_try_seconds: Positive = 3.0
 
     # A receiver must not count on buffers that the sender has freed.
     fresh_seconds = _Times("outlet_idle_seconds", 2 / 3)
@@ -226,7 +191,7 @@ class TransferTimeouts(_Part):
 
 
 @dataclass(frozen=True, slots=True)
-class CallTimeouts(_Part):
+class CallTimeouts(Settings):
     """Timeouts of gRPC calls between processes and of a server's shutdown.
 
     Attributes:
@@ -235,8 +200,8 @@ class CallTimeouts(_Part):
             metrics at a scrape.
     """
 
-    call_seconds: float = 5.0
-    status_seconds: float = 3.0
+    call_seconds: Positive = 5.0
+    status_seconds: Positive = 3.0
 
     span_stream_seconds = _Times("call_seconds", 1.0)  # limit for a worker's token stream to open
     report_seconds = _Times("call_seconds", 0.4)  # limit for the report of a role change
@@ -250,7 +215,7 @@ class CallTimeouts(_Part):
 
 
 @dataclass(frozen=True, slots=True)
-class InstanceTimeouts(_Part):
+class InstanceTimeouts(Settings):
     """Timeouts between the processes of one instance.
 
     Attributes:
@@ -263,10 +228,10 @@ class InstanceTimeouts(_Part):
             processes.
     """
 
-    beat_seconds: float = 0.5
-    silence_seconds: float = 2.0
-    starting_silence_seconds: float = 600.0
-    start_seconds: float = 120.0
+    beat_seconds: Annotated[Positive, AtMost("silence_seconds")] = 0.5
+    silence_seconds: Annotated[Positive, AtMost("starting_silence_seconds")] = 2.0
+    starting_silence_seconds: Positive = 600.0
+    start_seconds: Positive = 120.0
 
     connect_seconds = _Times("start_seconds", 1 / 4)  # limit for a follower to reach its leader
     join_seconds = _Times("start_seconds", 1 / 12)  # limit for a follower's first message
@@ -277,13 +242,9 @@ class InstanceTimeouts(_Part):
     exit_seconds = _Times("silence_seconds", 0.5)  # time for the last message of a failed instance
     look_seconds = 0.1
 
-    def __post_init__(self) -> None:
-        _Part.__post_init__(self)
-        self._check_order("beat_seconds", "silence_seconds", "starting_silence_seconds")
-
 
 @dataclass(frozen=True, slots=True)
-class ProcessTimeouts(_Part):
+class ProcessTimeouts(Settings):
     """Timeouts of a supervisor's processes on one host, and of the canary requests.
 
     Attributes:
@@ -293,8 +254,8 @@ class ProcessTimeouts(_Part):
     """
 
     restart: Backoff = Backoff(0.2, 10.0)
-    kill_seconds: float = 10.0
-    canary_seconds: float = 10.0
+    kill_seconds: Positive = 10.0
+    canary_seconds: Positive = 10.0
 
     @property
     def long_life_seconds(self) -> float:
@@ -304,7 +265,7 @@ class ProcessTimeouts(_Part):
 
 
 @dataclass(frozen=True, slots=True)
-class ClientTimeouts(_Part):
+class ClientTimeouts(Settings):
     """Timeouts of a client of the public service.
 
     Attributes:
@@ -314,16 +275,12 @@ class ClientTimeouts(_Part):
     """
 
     retry: Backoff = Backoff(0.05, 1.0)
-    slack_seconds: float = 5.0
+    slack_seconds: Positive = 5.0
 
 
 @dataclass(frozen=True, slots=True)
-class Timeouts:
-    """The timeouts of all components.
-
-    Raises:
-        ConfigError: Two values contradict each other. The message names both.
-    """
+class Timeouts(Settings):
+    """The timeouts of all components."""
 
     request: RequestTimeouts = field(default_factory=RequestTimeouts)
     membership: MembershipTimeouts = field(default_factory=MembershipTimeouts)
