@@ -269,7 +269,7 @@ class Most(Form):
     max_tokens: int | None = None
 
 
-class Prompts(Form):
+class PromptFields(Form):
     prompt: Annotated[str | list[object], _PROMPT]
     add_special_tokens: bool = True
 

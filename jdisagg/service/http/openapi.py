@@ -28,7 +28,7 @@ _PATHS: dict[str, dict[str, tuple[str, Forms]]] = {
     "/v1/completions": {
         "post": (
             "Completes prompts.",
-            (*_GENERATION, bodies.Prompts, bodies.Most, bodies.CompletionFields),
+            (*_GENERATION, bodies.PromptFields, bodies.Most, bodies.CompletionFields),
         )
     },
     "/v1/chat/completions": {"post": ("Answers a chat.", _OF_CHATS)},
@@ -70,7 +70,7 @@ _PATHS: dict[str, dict[str, tuple[str, Forms]]] = {
     "/tokenize": {
         "post": (
             "Converts a prompt or a chat to tokens.",
-            (bodies.ModelFields, bodies.Prompts, *_CHAT, bodies.Tokenize),
+            (bodies.ModelFields, bodies.PromptFields, *_CHAT, bodies.Tokenize),
         )
     },
     "/detokenize": {"post": ("Converts tokens to text.", (bodies.ModelFields, bodies.Detokenize))},

@@ -18,7 +18,7 @@ from jdisagg.service.http.bodies import (
     CompletionFields,
     GenerationFields,
     Most,
-    Prompts,
+    PromptFields,
     ResumptionFields,
     Sampling,
 )
@@ -131,7 +131,7 @@ def most_tokens(fields: Fields) -> int | None:
 
 
 def completion_prompts(fields: Fields) -> tuple[Prompt, ...]:
-    asked = fields.fill(Prompts)
+    asked = fields.fill(PromptFields)
     given, text = asked.prompt, str if asked.add_special_tokens else BareText
     if isinstance(given, str):
         return (text(given),)
