@@ -11,7 +11,7 @@ from jdisagg.dispatch.client_limits import BURST_SECONDS, KeyUse
 from jdisagg.errors import QuotaExceededError
 from jdisagg.messages.registry import RouterUse
 from jdisagg.router.admission import Quotas
-from jdisagg.router.spending import FORGET_SECONDS, IDLE_SECONDS, PRESENT_SECONDS, Spending
+from jdisagg.spending import FORGET_SECONDS, IDLE_SECONDS, PRESENT_SECONDS, Spending
 
 RATE, SECONDS = 3.0, 600.0
 

@@ -14,7 +14,7 @@ from typing import ParamSpec, TypeVar
 
 from jdisagg.dispatch.caller import Caller
 from jdisagg.errors import OverloadedError, QuotaExceededError
-from jdisagg.router.spending import Spending
+from jdisagg.spending import Spending
 
 BURST_SECONDS = 10.0  # size of a bucket, in seconds of its rate
 STREAM_RETRY_SECONDS = 1.0

@@ -48,8 +48,8 @@ from jdisagg.router.decision import (
 from jdisagg.router.placement import NO_WORK, decide, price_sources
 from jdisagg.router.predictor import LearnedLengths
 from jdisagg.router.replacements import another_decode, another_prefill
-from jdisagg.router.spending import Spending
 from jdisagg.settings.timeouts import DEFAULT_TIMEOUTS, Timeouts
+from jdisagg.spending import Spending
 from jdisagg.telemetry import Counters
 
 OUTPUT_COST = 2.0  # cost of an output token in prompt tokens, as in VTC (Sheng et al., 2024)

@@ -40,11 +40,11 @@ from jdisagg.observe.decision_log import DecisionLog
 from jdisagg.observe.observer import Observer
 from jdisagg.router.elastic import Controller, ElasticConfig
 from jdisagg.router.known_blocks import KnownBlocks
-from jdisagg.router.spending import Spending
 from jdisagg.service.internal.registry import registry_service
 from jdisagg.service.internal.remote_ports import RemoteWorker
 from jdisagg.service.internal.role_services import cluster_roles_service, worker_roles
 from jdisagg.service.server import GenerationServer, block_secret, cluster_credentials, read_tokens
+from jdisagg.spending import Spending
 
 # Context length before the first worker registers. Until then, all requests are refused.
 _UNKNOWN_CONTEXT = 1 << 24

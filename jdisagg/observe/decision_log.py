@@ -9,7 +9,8 @@ token ids nor the names of tenants. If a write fails, the error is logged once a
 The router continues."""
 
 import logging
-from typing import Self
+from collections.abc import Mapping
+from typing import Any, Self
 
 import msgspec
 
@@ -40,7 +41,7 @@ class DecisionLog(NoRouterEvents):
             return
         entry = {"now": now, "query": query, type(answer).__name__.lower(): answer}
         try:
-            self._file.write(msgspec.json.encode(entry, enc_hook=float) + b"\n")
+            self._file.write(msgspec.json.encode(entry, enc_hook=_plain) + b"\n")
             self._file.flush()
         except OSError as error:
             self.failed = True
@@ -54,3 +55,7 @@ class DecisionLog(NoRouterEvents):
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _plain(value: Any) -> dict[str, int] | float:
+    return dict(value) if isinstance(value, Mapping) else float(value)

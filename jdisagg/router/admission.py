@@ -12,8 +12,7 @@ from collections.abc import Mapping
 
 from jdisagg.errors import OverloadedError, QuotaExceededError
 from jdisagg.router.quantiles import of_sorted
-from jdisagg.router.spending import Spending
-from jdisagg.router.token_bucket import MAX_RETRY_SECONDS, retry_after
+from jdisagg.spending import MAX_RETRY_SECONDS, Spending, retry_after
 
 UNKNOWN_WAIT_SECONDS = 5.0  # retry-after if the queue is full and no request was served yet
 DRAIN_SECONDS = 5.0  # time constant of the mean of the queue's speed

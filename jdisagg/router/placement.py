@@ -42,7 +42,7 @@ from jdisagg.router.decision import (
     Refusal,
 )
 from jdisagg.router.peer_terms import Trusted, with_fetches
-from jdisagg.router.token_bucket import retry_after
+from jdisagg.spending import retry_after
 
 MOST_PREFILLS = 6  # prefill workers for which pairs are evaluated
 # Penalties of pairs (s): larger than any prediction, smaller than the penalties of workers.

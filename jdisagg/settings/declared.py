@@ -181,7 +181,8 @@ class Setting:
     @property
     def _form(self) -> str:
         if self.values:
-            return f"one of {', '.join(self.values)}{' or empty' * ('' in self.choices)}"
+            several = "one of " * (len(self.values) > 1)
+            return f"{several}{', '.join(self.values)}{' or empty' * ('' in self.choices)}"
         return _KINDS.get(self.kind, f"a {self.kind.__name__.lower()}")
 
     def parsed(self, value: object, path: str) -> Any:
