@@ -1,14 +1,16 @@
 """A cluster whose prefill worker fetches from its decode worker."""
 
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 
 import msgspec
 
 from jdisagg.dispatch.request_context import ClusterPorts
 from jdisagg.engine.embedded import DECODE, PREFILL, EmbeddedCluster
-from jdisagg.messages.ports import HandoffSource, PrefillCall, PrefillPort, PrefillReply
+from jdisagg.messages.ports import HandoffSource, PeerPort, PrefillCall, PrefillPort, PrefillReply
 from jdisagg.messages.ports_middleware import through
 from jdisagg.scheduler.host_blocks import TierRoom
+from jdisagg.worker.mesh_worker import MeshWorker
 from jdisagg.worker.prefill_worker import PrefillWorker
 
 
@@ -27,6 +29,12 @@ class AllHinted:
         return await proceed(call)
 
 
+def fetches_from(worker: MeshWorker, other: PeerPort) -> None:
+    """Lets `worker` fetch every block that `other` keeps, whatever it costs."""
+    worker._context = replace(worker._context, tiers=TierRoom(always=True))
+    worker._sources = worker._find_sources(lambda _: other, decodes=False)
+
+
 class Returning(EmbeddedCluster):
     """Its prefill worker may fetch from its decode worker."""
 
@@ -34,7 +42,6 @@ class Returning(EmbeddedCluster):
         ports = super()._make_ports()
         self.worker, decode = self._workers
         assert isinstance(self.worker, PrefillWorker)
-        kept, always = self.worker._kept, TierRoom(always=True)
-        self.worker._sources = self.worker._find_sources(kept, lambda _: decode, always, 1)
+        fetches_from(self.worker, decode)
         hinted = through(PrefillPort, self.worker, AllHinted(self.local.new_id))
         return ClusterPorts({PREFILL: hinted}, ports.decode)

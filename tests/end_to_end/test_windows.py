@@ -14,13 +14,13 @@ from jdisagg.config import PrefixConfig
 from jdisagg.engine.embedded import PREFILL
 from jdisagg.layout.axes import Layout
 from jdisagg.messages.ports import HandoffSource
-from jdisagg.scheduler.host_blocks import TierRoom
 from jdisagg.scheduler.window_pages import WindowPages
 from jdisagg.worker.kv_sources import RestoreQuery
 from models.checkpoint import load_config
 from tests import time_scale
 from tests.end_to_end.clusters import check_bytes, dense_greedy, golden_copy, golden_greedy, running
 from tests.end_to_end.conversations import decode_forgets
+from tests.end_to_end.fetching import fetches_from
 from tests.end_to_end.short_turns import converse
 from tests.end_to_end.two_prefills import SECOND, TwoPrefills
 from tests.shapes import PATIENT, config
@@ -198,8 +198,7 @@ async def test_a_kept_window_comes_back_from_host_memory_from_disk_and_from_a_pe
         broken = ("host_snapshots_broken", "disk_snapshots_broken", "host_blocks_broken")
         assert not [name for name in broken if first.counters[name]]
 
-        always = TierRoom(always=True)
-        second._sources = second._find_sources(second._kept, lambda _: first, always, 1)
+        fetches_from(second, first)
         chain = first._kept.chain(run.request(prompt, "named"), prompt)
         peer = HandoffSource(PREFILL, cluster.local.new_id())
         plan = second._sources.best(RestoreQuery(chain, (0,), peer=peer, peer_tokens=96))
