@@ -256,7 +256,7 @@ BAD: list[tuple[str, tuple[str, ...], str]] = [
         "error: prefill .* need 4 devices, and there are 2",
     ),
     ("serve", ("--set=decode.slots=4",), "error: decode.slots is not a setting"),
-    ("serve", ("--port=99999",), r"error: service.port must be in \[0, 65535\], got 99999"),
+    ("serve", ("--port=99999",), r"error: --port must be in \[0, 65535\], got 99999"),
     ("convert", ("--source=/nowhere", "--destination=/tmp/never"), "/nowhere"),
     ("calibrate_kv", ("--model=/nowhere",), "error: model directory '/nowhere' does not exist"),
     ("ask", ("--target=localhost:1", "--prompt=a"), "error: no server answered at localhost:1"),
