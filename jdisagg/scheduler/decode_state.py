@@ -91,7 +91,7 @@ class DecodeState:
 
     def become_ready(self, child: Sequence) -> None:
         child.stage = Stage.READY
-        bisect.insort(self.ready, child, key=_order)
+        bisect.insort(self.ready, child, key=lambda ready: ready.order)
 
     def freeze(self, child: Sequence) -> None:
         child.frozen = True
@@ -306,10 +306,6 @@ class DecodeState:
         decoding = group.handoff.state is HandoffState.DECODING
         event = HandoffEvent.FREE if decoding else HandoffEvent.ABORT
         self.advance(group, event, group.handoff.deadline)
-
-
-def _order(child: Sequence) -> tuple[float, int, int]:
-    return child.order
 
 
 def _precedence(child: Sequence) -> tuple[int, float, int, int]:

@@ -521,8 +521,7 @@ class DecodeWorker(MeshWorker):
             handoffs=len(self._incoming) + len(self._outgoing),
             can_prefill=self._chunk_tokens > 0,
             chunk_tokens=self._chunk_tokens,
-            kept=self._kept_tiers(),
             drafted_tokens=self.counters["drafted_tokens"],
             accepted_tokens=self.counters["accepted_tokens"],
-            priorities=self._yields.loads(self._prompts.backlog.by_priority()),
+            priorities=self._loads(self._reservations.priorities()),
         )

@@ -9,7 +9,7 @@ hangs."""
 import asyncio
 from abc import ABC, abstractmethod
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 import msgspec
@@ -36,7 +36,13 @@ from jdisagg.messages.step_commands import (
     StepCommand,
     StepResult,
 )
-from jdisagg.messages.worker_status import KeptTier, LinkTimes, WorkerRole, WorkerStatus
+from jdisagg.messages.worker_status import (
+    KeptTier,
+    LinkTimes,
+    PriorityLoad,
+    WorkerRole,
+    WorkerStatus,
+)
 from jdisagg.request import Identity, Request
 from jdisagg.scheduler.decode_state import DecodeState
 from jdisagg.scheduler.executor import Executor
@@ -267,6 +273,7 @@ class MeshWorker(ABC):
             queued_pairs=self._prompts.backlog.pairs,
             free_states=states.free_by_rank(),
             total_states=states.total_by_rank(),
+            kept=self._kept_tiers(),
             kv_channels=context.kv_channels(),
             times=context.times(),
             links=self._links(),
@@ -422,6 +429,16 @@ class MeshWorker(ABC):
             size = mesh.snapshot_slot_bytes
             tiers.append(KeptTier("snapshots", count, filled * size, total * size))
         return (*tiers, *self._sources.stats())
+
+    def _loads(self, waiting: Mapping[int, int]) -> tuple[PriorityLoad, ...]:
+        """`waiting`: number of requests that wait for pages, by priority."""
+        held, queued = self._state.priorities(), self._prompts.backlog.by_priority()
+        return tuple(
+            [
+                PriorityLoad(one, *held.get(one, (0, 0)), waiting.get(one, 0), queued.get(one, 0))
+                for one in sorted({*held, *waiting, *queued})
+            ]
+        )
 
     def _count_reuse(
         self, prompt: Prompt, rank: int, cached_tokens: int, restored: RestoredBlocks

@@ -37,7 +37,7 @@ from jdisagg.messages.step_commands import (
     StepCommand,
     StepResult,
 )
-from jdisagg.messages.worker_status import PriorityLoad, WorkerRole, WorkerStatus
+from jdisagg.messages.worker_status import WorkerRole, WorkerStatus
 from jdisagg.request import CachedTokens, Request
 from jdisagg.scheduler.executor import Executor
 from jdisagg.scheduler.page_ledger import pages_for
@@ -433,18 +433,7 @@ class PrefillWorker(MeshWorker):
             handoffs=len(self._outgoing),
             can_prefill=True,
             chunk_tokens=self._mesh.chunk_buckets[-1],
-            kept=self._kept_tiers(),
-            priorities=self._loads(),
-        )
-
-    def _loads(self) -> tuple[PriorityLoad, ...]:
-        waiting = Counter([one.priority for one in self._waiting])
-        queued = self._prompts.backlog.by_priority()
-        return tuple(
-            [
-                PriorityLoad(one, waiting=waiting[one], queued_tokens=queued.get(one, 0))
-                for one in sorted({*waiting, *queued})
-            ]
+            priorities=self._loads(Counter([one.priority for one in self._waiting])),
         )
 
 

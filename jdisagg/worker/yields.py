@@ -5,9 +5,8 @@ slots.
 leaves its full blocks in the prefix cache and returns to the queue of reservations as another
 attempt of its request, which continues its stream at the next token."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
-from jdisagg.messages.worker_status import PriorityLoad
 from jdisagg.scheduler.decode_batches import DecodeBatches
 from jdisagg.scheduler.decode_state import DecodeState
 from jdisagg.scheduler.reservations import Reservations
@@ -55,12 +54,3 @@ class Yields:
         elif child.stage is not Stage.ENDED:
             self._counters.add("sequences_yielded")
             self._state.end_child(child, preempted=True, yielded=True)
-
-    def loads(self, queued: Mapping[int, int]) -> tuple[PriorityLoad, ...]:
-        held, waiting = self._state.priorities(), self._reservations.priorities()
-        return tuple(
-            [
-                PriorityLoad(one, *held.get(one, (0, 0)), waiting.get(one, 0), queued.get(one, 0))
-                for one in sorted({*held, *waiting, *queued})
-            ]
-        )
