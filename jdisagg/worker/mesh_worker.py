@@ -51,6 +51,7 @@ from jdisagg.scheduler.kept_events import KeptEvents
 from jdisagg.scheduler.kept_view import KeptBlock, kept_blocks
 from jdisagg.scheduler.prices import Prices
 from jdisagg.scheduler.prompt import Prompt
+from jdisagg.scheduler.prompts import Prompts
 from jdisagg.scheduler.residency import BlockNames, Chain
 from jdisagg.telemetry import Counters
 from jdisagg.worker.adapter_loads import AdapterLoads
@@ -62,7 +63,6 @@ from jdisagg.worker.kv_sources import KvSource, KvSources, RestoredBlocks
 from jdisagg.worker.outgoing_kv import OutgoingHandoff, OutgoingKv
 from jdisagg.worker.peer_fetch import PeerFetch
 from jdisagg.worker.peers import PeerResolver, Peers, hello_of
-from jdisagg.worker.prompts import Prompts
 from jdisagg.worker.step_loop import DEPTH, StepLoop
 from jdisagg.worker.weights_updates import ServedWeights, WeightsUpdates
 
@@ -135,7 +135,7 @@ class MeshWorker(ABC):
         # of prefills alone, one chunk per stage, and one in the queue
         depth = DEPTH if decodes else executor.limits.stages + 1
         self._loop = StepLoop(
-            executor, self._plan, self._apply, self._break_down, context.clock.now, depth
+            executor, self._turn, self._apply, self._break_down, context.clock.now, depth
         )
         self._connections: list[Peers] = []
         self._calls = SideCalls(self.counters, limits.timeouts.handoff)
@@ -178,7 +178,7 @@ class MeshWorker(ABC):
         self._quiet = asyncio.Event()
         self._state = DecodeState(executor.limits, context.names, self._adapters.table)
         self._kept = self._state.residency
-        self._prompts = Prompts(self._state, context.ids, self.counters, self._released)
+        self._prompts = Prompts(self._state, context.ids, self.counters)
         self._sources = self._find_sources(peers, decodes)
         self._given = GivenKv(
             self._sources,
@@ -323,9 +323,9 @@ class MeshWorker(ABC):
         await self._outgoing.abort(handoff_id, reason)
 
     @abstractmethod
-    def _plan(self, step: int) -> StepCommand | None:
-        """Returns the next command, or None if no work is ready. The command must have the number
-        `step`."""
+    def _turn(self, step: int | None) -> StepCommand | None:
+        """Takes a turn of the scheduler, carries it out, and returns its command, which must have
+        the number `step`."""
 
     @abstractmethod
     def _apply(self, command: StepCommand, result: StepResult) -> None:
@@ -338,10 +338,6 @@ class MeshWorker(ABC):
     @abstractmethod
     def _prefilled(self, key: int, firsts: list[SampledToken]) -> None:
         """Called with the first tokens of a prompt that is computed."""
-
-    @abstractmethod
-    def _released(self, prompt: Prompt) -> None:
-        """Called when a prompt need not wait for blocks of another prompt any longer."""
 
     @abstractmethod
     def _requests_running(self) -> list[Request]:

@@ -13,9 +13,9 @@ from jdisagg.messages.ports import ReserveCall
 from jdisagg.request import Request
 from jdisagg.scheduler.handoff import HandoffState
 from jdisagg.scheduler.prompt import Prompt
+from jdisagg.scheduler.prompts import check_queue
 from jdisagg.scheduler.reservations import Reservations
 from jdisagg.scheduler.sequences import SequenceGroup
-from jdisagg.worker.prompts import check_queue
 
 _OVERDUE = {
     HandoffState.RESERVED: "its lease passed before generate took it over",
@@ -83,7 +83,9 @@ class PageRequests:
             raise
 
     def grant(self, group: SequenceGroup) -> None:
-        self._waiting.pop(group.key)[1].set_result(group)
+        _, granted = self._waiting.pop(group.key)
+        if not granted.done():  # otherwise the call has been given up
+            granted.set_result(group)
 
     def supersede(self, request: Request, indices: set[int], attempt: int) -> int:
         """Ends waiting requests that a new attempt replaces: those of earlier attempts for the same

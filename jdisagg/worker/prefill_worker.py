@@ -43,13 +43,13 @@ from jdisagg.scheduler.executor import Executor
 from jdisagg.scheduler.page_ledger import pages_for
 from jdisagg.scheduler.prefill_admission import Admission, AdmissionSnapshot, RankLoad, admit
 from jdisagg.scheduler.prompt import Prompt
+from jdisagg.scheduler.prompts import check_queue
 from jdisagg.scheduler.residency import Chain
 from jdisagg.scheduler.sequences import sample_spec
 from jdisagg.worker.kv_sources import RestoredBlocks, RestoreQuery
 from jdisagg.worker.mesh_worker import MeshWorker, WorkerContext
 from jdisagg.worker.outgoing_kv import OutgoingHandoff, offers_of_pages, snapshot_offers
 from jdisagg.worker.peers import PeerResolver
-from jdisagg.worker.prompts import check_queue
 
 CHUNKS_OFFERED = 4
 
@@ -119,9 +119,13 @@ class PrefillWorker(MeshWorker):
 
     # ---- the loop
 
-    def _plan(self, step: int) -> StepCommand | None:
+    def _turn(self, step: int | None) -> StepCommand | None:
         while self._unsent:
             self._send_cached(self._unsent.popleft())
+        for prompt in self._prompts.take_released():
+            self._seek(prompt)
+        if step is None:
+            return None
         if not self._waiting and not self._prompts:
             return None
         admission = admit(self._snapshot())
@@ -130,6 +134,8 @@ class PrefillWorker(MeshWorker):
             return None
         held = self._going_to(admission.stalled) if admission.stalled else ()
         chunk = self._prompts.next_chunk(step, held, self._loop.in_flight(PrefillChunk))
+        if self._prompts.releases:
+            self._loop.wake()
         return self._announce(chunk) if chunk is not None else None
 
     def _apply(self, command: StepCommand, result: StepResult) -> None:
@@ -234,7 +240,7 @@ class PrefillWorker(MeshWorker):
         self._end_if_done(task)
 
     def _look(self) -> None:
-        if self._waiting or self._unsent or self._prompts:
+        if self._waiting or self._unsent or self._prompts or self._prompts.releases:
             self._loop.wake()
 
     # ---- prompts
@@ -246,7 +252,7 @@ class PrefillWorker(MeshWorker):
             task = self._new_task(call, self._clock.now())
             self._tasks[task.prompt.key] = task
         self._outgoing.open(task.handoff)
-        self._released(task.prompt)
+        self._seek(task.prompt)
         try:
             return await within(task.reply, call.deadline_seconds)
         except TimeoutError:
@@ -320,7 +326,7 @@ class PrefillWorker(MeshWorker):
         hinted = min(task.call.peer_tokens, prompt.most_known)
         return RestoreQuery(prompt.useful, prompt.known, ahead, task.call.peer, hinted)
 
-    def _released(self, prompt: Prompt) -> None:
+    def _seek(self, prompt: Prompt) -> None:
         task, follows = self._tasks[prompt.key], self._prompts.follows(prompt)
         self._count_backlog(prompt, follows or prompt.known_tokens)
         if follows:

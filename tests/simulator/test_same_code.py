@@ -52,6 +52,7 @@ MUST = (
     "jdisagg.scheduler.host_blocks",
     "jdisagg.scheduler.prefill_admission",
     "jdisagg.scheduler.step_policy",
+    "jdisagg.scheduler.turn",
     "jdisagg.worker.decode_worker",
     "jdisagg.worker.prefill_worker",
     "jdisagg.worker.mesh_worker",
