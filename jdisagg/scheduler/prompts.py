@@ -158,6 +158,18 @@ class Prompts:
 
     # ---- prompts that have pages
 
+    @property
+    def placed(self) -> list[Prompt]:
+        """The prompts that have pages to be computed in."""
+        return [one for one in self._prompts.values() if one.rank >= 0]
+
+    def stall_those_to(self, destinations: Collection[str]) -> set[int]:
+        """Lets no prompt wait for prompts to these destinations. Returns their keys."""
+        stalled = {key for key, one in self._prompts.items() if one.destination in destinations}
+        for key in stalled:
+            self.stall(key)
+        return stalled
+
     def queued_tokens(self, rank: int) -> int:
         return self._batches.queued_tokens(rank)
 

@@ -1,32 +1,40 @@
 """One turn of a mesh: what its scheduler decides each time that something has happened, in order.
 
 1. Freed: prompts of sequences that have ended leave the queue of chunks.
-2. Gives way: sequences lose their slots or pages to requests of higher priority.
-3. Granted: waiting requests get pages, first come first served.
+2. Gives way: sequences lose their slots to requests of higher priority.
+3. Granted: waiting prompts get pages, first come first served; others may give way.
 4. Issued: the next command, which is decode steps, a prefill chunk, both in one program, or none.
    Sequences that run out of pages get more; if none is free, the newest of the lowest priority are
    preempted.
 5. Reported: new tokens, and what has ended.
 
+A mesh that does not decode has no sequences: its turns grant pages and issue chunks, and leave out
+what goes to decode workers that fetch too slowly.
+
 A turn changes the scheduler's own state, and nothing else. The worker (`worker/mesh_worker.py`)
 takes a turn after each event, also while enough commands are in flight, so that no grant waits for
 a step to end. It then carries the turn out: copies are issued before the command."""
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import msgspec
 
+from jdisagg.config import InstanceConfig
 from jdisagg.messages.step_commands import DecodeSteps, StepCommand
+from jdisagg.messages.worker_status import WorkerRole
+from jdisagg.scheduler.admission import Admission, StateCopies, stalled_destinations
 from jdisagg.scheduler.decode_batches import DecodeBatches
 from jdisagg.scheduler.decode_state import DecodeState
 from jdisagg.scheduler.mixed_times import MixedTimes
+from jdisagg.scheduler.prompt import Prompt
 from jdisagg.scheduler.prompts import Prompts
-from jdisagg.scheduler.reservations import Reservations
-from jdisagg.scheduler.sequences import ChildProgress, Sequence, SequenceGroup, Stage
+from jdisagg.scheduler.sequences import ChildProgress, SequenceGroup
 from jdisagg.scheduler.step_policy import Action, StepSnapshot, next_step
+from jdisagg.telemetry import Counters
 
-# copies between state slots, as in `CopyPages.states`
-StateCopies = tuple[tuple[int, int, int], ...]
+CHUNKS_OFFERED = 4
+_NOTHING: Mapping[str, int] = {}
 
 
 class Facts(msgspec.Struct, frozen=True, gc=False):
@@ -40,14 +48,17 @@ class Facts(msgspec.Struct, frozen=True, gc=False):
         kv_arriving: Whether KV blocks are being received from another worker.
         kv_completing: Whether the last KV of some sequence is inserted before the newest decode
             steps in flight end.
+        offered_tokens: For each decode worker, the number of tokens whose KV it has not fetched
+            yet.
     """
 
     step: int | None
-    lease_until: float
+    lease_until: float = 0.0
     steps_in_flight: bool = False
     chunk_in_flight: bool = False
     kv_arriving: bool = False
     kv_completing: bool = False
+    offered_tokens: Mapping[str, int] = _NOTHING
 
 
 @dataclass(slots=True)
@@ -55,19 +66,24 @@ class Turn:
     """The outcome of a turn, which the worker carries out.
 
     Attributes:
-        granted: Groups that have pages now. They may have lost them again (`news`).
+        prompts: Prompts that have pages now.
+        groups: Their sequences, on a mesh that decodes. They may have lost their pages again
+            (`news`).
         yielded: Number of sequences that gave way to requests of higher priority.
         copies: Copies of recurrent state, to be issued in this order before the command.
         command: Next command, which must be issued; None if the mesh waits.
         reason: Why the mesh issues this command, or waits.
+        held_back: Whether some prompts are not computed because their KV would not be fetched.
         interrupt: Whether the running span of decode steps must end early.
         news: New tokens and ends of sequences.
         cut: Owners of cached pages for other workers that sequences needed.
     """
 
-    granted: list[SequenceGroup] = field(default_factory=list)
-    yielded: int = 0
-    copies: list[StateCopies] = field(default_factory=list)
+    prompts: list[Prompt]
+    groups: list[SequenceGroup]
+    yielded: int
+    copies: list[StateCopies]
+    held_back: bool
     command: StepCommand | None = None
     reason: str = ""
     interrupt: bool = False
@@ -79,37 +95,60 @@ class Scheduler:
     """Decides what one mesh does.
 
     Args:
-        computes: Whether the mesh computes prompts.
         spans: Whether decode commands can be interrupted.
+        ids: Generator of fresh numbers for the blocks that are sent.
+        clock: Function that returns the CPU seconds of the calling thread.
+
+    Attributes:
+        chunk_tokens: Number of tokens of the largest chunk that the mesh computes; 0 if it computes
+            no prompts.
     """
 
     def __init__(
         self,
         state: DecodeState,
-        prompts: Prompts,
-        reservations: Reservations,
-        batches: DecodeBatches,
-        computes: bool,
+        config: InstanceConfig,
+        role: WorkerRole,
         spans: bool,
+        ids: Callable[[], int],
+        clock: Callable[[], float],
+        counters: Counters,
     ) -> None:
+        limits, decodes = state.limits, role is not WorkerRole.PREFILL
+        computes = role is not WorkerRole.DECODE or limits.append_buckets
+        self.chunk_tokens = limits.computed.chunk_buckets[-1] if computes else 0
+        self.prompts = prompts = Prompts(state, ids, counters)
+        self.admission = Admission(
+            state, prompts, decodes, config.growth_tokens, config.ahead_sequences
+        )
+        self.batches = DecodeBatches.of(state, config, spans, clock)
         self._state = state
-        self._prompts = prompts
-        self._reservations = reservations
-        self._batches = batches
-        self._computes = computes
+        self._decodes = decodes
         self._spans = spans
-        self._alternates = state.limits.pack_tokens is None
+        self._alternates = limits.pack_tokens is None
         self._prefilled_last = False
-        self._times = MixedTimes(prompts.beside(), state.limits.batch_buckets)
+        self._times = MixedTimes(prompts.beside(), limits.batch_buckets)
+        # the offers of chunks in the pipeline are published already
+        chunks = CHUNKS_OFFERED + limits.stages - 1
+        self._most_offered = chunks * limits.ranks * limits.chunk_buckets[-1] * limits.layer_groups
 
     def turn(self, now: Facts) -> Turn:
-        turn, state = Turn(), self._state
+        state, admission = self._state, self.admission
         self._forget_ended()
-        self._give_way(turn, now.lease_until)
-        for group in self._reservations.grant(now.lease_until):
-            self._granted(turn, group)
-        if now.step is not None:
-            self._issue(turn, now, now.step)
+        stalled, full = stalled_destinations(now.offered_tokens, self._most_offered)
+        yielded = 0
+        if state.ready:
+            yielded = sum(map(admission.give_way, self.batches.yielding_slots()))
+        admitted = admission.admit(now.lease_until, stalled)
+        turn = Turn(
+            admitted.prompts,
+            admitted.groups,
+            yielded + admitted.yielded,
+            admitted.copies,
+            held_back=full or bool(stalled),
+        )
+        if now.step is not None and not full:
+            self._issue(turn, now, now.step, stalled)
         self._forget_ended()
         turn.news, turn.cut = state.take_news(), state.take_cut()
         return turn
@@ -117,44 +156,13 @@ class Scheduler:
     def _forget_ended(self) -> None:
         for progress in self._state.news:
             if progress.group_key not in self._state.groups:
-                self._prompts.forget(progress.group_key)
+                self.prompts.forget(progress.group_key)
 
-    # ---- pages and slots
-
-    def _give_way(self, turn: Turn, lease_until: float) -> None:
-        if self._state.ready and not self._state.one_priority:
-            for last in self._batches.yielding_slots():
-                self._preempt(turn, last)
-        while (waiting := self._reservations.pressing()) is not None:
-            group = self._reservations.grant_one(waiting, lease_until)
-            if group is not None:
-                self._granted(turn, group)
-                continue
-            last_ones = self._reservations.to_preempt(waiting)
-            if not last_ones:
-                return
-            for last in last_ones:
-                self._preempt(turn, last)
-
-    def _preempt(self, turn: Turn, child: Sequence) -> None:
-        if child.stage is Stage.RESERVED:
-            turn.yielded += len(child.group.alive)
-            self._state.end_group(child.group, preempted=True, yielded=True)
-        elif child.stage is not Stage.ENDED:
-            turn.yielded += 1
-            self._state.end_child(child, preempted=True, yielded=True)
-
-    def _granted(self, turn: Turn, group: SequenceGroup) -> None:
-        turn.granted.append(group)
-        kept, rank, cached = self._state.residency, group.rank, group.cached_tokens
-        if group.computes and cached and kept.snapshots:
-            # before another prompt can evict the snapshot
-            (source,) = kept.use_snapshot(rank, group.chain, cached)
-            turn.copies.append(((rank, source, self._state.states.slot(rank, group.key)),))
-
-    # ---- commands
-
-    def _issue(self, turn: Turn, now: Facts, step: int) -> None:
+    def _issue(self, turn: Turn, now: Facts, step: int, stalled: frozenset[str]) -> None:
+        if not self._decodes:
+            held = self.prompts.stall_those_to(stalled) if stalled else ()
+            turn.command = self.prompts.next_chunk(step, held, now.chunk_in_flight)
+            return
         snapshot = self._snapshot(now)
         decision = next_step(snapshot)
         turn.reason = decision.reason
@@ -165,38 +173,38 @@ class Scheduler:
                 turn.interrupt = True
             case Action.PREFILL:
                 self._prefilled_last = True
-                turn.command = self._prompts.next_chunk(step)
+                turn.command = self.prompts.next_chunk(step)
             case Action.DECODE | Action.MIXED:
-                steps = self._batches.next_step(step, decision.quiet, drafts=not snapshot.mixes)
-                if copies := self._batches.take_snapshots():
+                steps = self.batches.next_step(step, decision.quiet, drafts=not snapshot.mixes)
+                if copies := self.batches.take_snapshots():
                     turn.copies.append(copies)
                 self._forget_ended()  # of sequences that lost their pages to running ones
                 if steps is None and snapshot.prompts_queued:
-                    turn.command = self._prompts.next_chunk(step)
+                    turn.command = self.prompts.next_chunk(step)
                     return
                 self._prefilled_last = False
                 turn.command = steps
                 if steps is not None and decision.chunk_tokens:
                     sizes = [one for one in self._times.chunks if one <= decision.chunk_tokens]
-                    chunk = self._prompts.next_chunk(step, beside=tuple(sizes))
+                    chunk = self.prompts.next_chunk(step, beside=tuple(sizes))
                     turn.command = msgspec.structs.replace(steps, chunk=chunk)
 
     def _snapshot(self, now: Facts) -> StepSnapshot:
         """To save time, omits what the policy does not read."""
-        prompts = self._computes and bool(self._prompts)
+        prompts = self.chunk_tokens > 0 and bool(self.prompts)
         if self._spans and now.steps_in_flight:
             return StepSnapshot(
                 interruptible=True,
                 prompts_queued=prompts,
                 span_in_flight=True,
-                span_blocks=not prompts and self._batches.interrupting(),
+                span_blocks=not prompts and self.batches.interrupting(),
             )
         # while each rank decodes a sequence, none is idle
-        gathering = prompts and self._prompts.gathering and all(self._state.running)
+        gathering = prompts and self.prompts.gathering and all(self._state.running)
         mixes = prompts and not gathering and bool(self._times.chunks)
         steps_turn = prompts and self._prefilled_last and self._alternates
-        runnable = not mixes and not steps_turn or self._batches.runnable()
-        width = self._batches.width() if mixes and runnable else 0
+        runnable = not mixes and not steps_turn or self.batches.runnable()
+        width = self.batches.width() if mixes and runnable else 0
         return StepSnapshot(
             interruptible=self._spans,
             prompts_queued=prompts,
@@ -216,5 +224,5 @@ class Scheduler:
             chunk_tokens = command.chunk.chunk_tokens if command.chunk else 0
             sequences = max(map(len, command.slots))
             self._times.took(sequences, chunk_tokens, seconds / command.steps)
-        if self._computes:
-            self._prompts.step_ended()
+        if self.chunk_tokens:
+            self.prompts.step_ended()

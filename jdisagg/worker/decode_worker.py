@@ -10,8 +10,8 @@ turn (`scheduler/turn.py`)."""
 
 import asyncio
 import contextlib
-import time
 from collections.abc import AsyncIterator
+from dataclasses import replace
 
 import msgspec
 
@@ -29,9 +29,6 @@ from jdisagg.messages.ports import (
     Span,
 )
 from jdisagg.messages.step_commands import (
-    BROKEN_TOKEN,
-    STUCK_TOKEN,
-    CopyPages,
     DecodeResult,
     DecodeSteps,
     PrefillChunk,
@@ -42,16 +39,14 @@ from jdisagg.messages.step_commands import (
 )
 from jdisagg.messages.worker_status import WorkerRole, WorkerStatus
 from jdisagg.request import FinishReason, Request
-from jdisagg.scheduler.decode_batches import DecodeBatches
-from jdisagg.scheduler.executor import Executor, InterruptibleExecutor
+from jdisagg.scheduler.executor import Executor
 from jdisagg.scheduler.handoff import HandoffEvent, HandoffState
 from jdisagg.scheduler.prompt import Prompt
-from jdisagg.scheduler.reservations import Reservations
 from jdisagg.scheduler.sequences import ChildProgress, SequenceGroup, Stage
-from jdisagg.scheduler.turn import Facts, Scheduler
+from jdisagg.scheduler.turn import Facts, Turn
 from jdisagg.worker.incoming_handoff import Received
 from jdisagg.worker.incoming_kv import IncomingKv
-from jdisagg.worker.kv_sources import RestoredBlocks, RestoreQuery
+from jdisagg.worker.kv_sources import RestoredBlocks
 from jdisagg.worker.mesh_worker import MeshWorker, WorkerContext
 from jdisagg.worker.migration import MigrationSender
 from jdisagg.worker.outgoing_kv import OutgoingHandoff
@@ -75,29 +70,11 @@ class DecodeWorker(MeshWorker):
         mode: Mode = Mode.DISAGGREGATED,
         fetches: bool = False,
     ) -> None:
-        self._computes = computes = mode is not Mode.DISAGGREGATED
-        role = WorkerRole.MIXED if computes else WorkerRole.DECODE
+        role = WorkerRole.DECODE if mode is Mode.DISAGGREGATED else WorkerRole.MIXED
         super().__init__(role, context, executor, config, limits, peers if fetches else None)
-        mesh, counters = executor.limits, self.counters
-        self._interruptible = executor if isinstance(executor, InterruptibleExecutor) else None
-        state = self._state
-        self._reservations = Reservations(state, config.growth_tokens, config.ahead_sequences)
-        self._batches = DecodeBatches.of(
-            state, config, self._interruptible is not None, time.thread_time
-        )
-        can_prefill = computes or mesh.append_buckets
-        self._chunk_tokens = mesh.computed.chunk_buckets[-1] if can_prefill else 0
-        self._scheduler = Scheduler(
-            state,
-            self._prompts,
-            self._reservations,
-            self._batches,
-            computes=self._chunk_tokens > 0,
-            spans=self._interruptible is not None,
-        )
-        self._requests = PageRequests(
-            context.name, self._reservations, config.queue_limit, self._drop
-        )
+        self._computes = role is WorkerRole.MIXED
+        state, counters = self._state, self.counters
+        self._requests = PageRequests(context.name, self._admission, config.queue_limit, self._drop)
         self._streams: dict[int, SpanStream] = {}
         timeouts = limits.timeouts.handoff
         self._peers = self._connect(peers, config.codec)
@@ -106,30 +83,20 @@ class DecodeWorker(MeshWorker):
             state, self._outgoing, self._loop, context.ids, timeouts, counters
         )
 
-    def _may_take(self, rank: int, pages: int) -> bool:
-        return self._reservations.spares(rank, pages)
-
     # ---- the loop
 
-    def _turn(self, step: int | None) -> StepCommand | None:
-        for prompt in self._prompts.take_released():
-            self._seek(prompt)
-        turn = self._scheduler.turn(self._facts(step))
-        for copies in turn.copies:
-            self._loop.fire(CopyPages(self._loop.next_number(), (), copies))
+    def _carry_out(self, turn: Turn) -> StepCommand | None:
         if turn.yielded:
             self.counters.add("sequences_yielded", turn.yielded)
         for owner in turn.cut:
             self._given.cut(owner)
-        for group in turn.granted:
+        for group in turn.groups:
             self._streams[group.key] = SpanStream(group, self._hello.weights)
             self._requests.grant(group)
-        ended = self._report(turn.news)
+        if self._report(turn.news):
+            self._loop.wake()  # others may get what became free
         if turn.interrupt and self._interruptible is not None:
             self._interruptible.interrupt()
-        if ended or self._prompts.releases:
-            self._loop.wake()  # others may get what became free
-        self._quiet.set()
         return turn.command
 
     def _facts(self, step: int | None) -> Facts:
@@ -152,17 +119,17 @@ class DecodeWorker(MeshWorker):
             assert isinstance(command, DecodeSteps) and isinstance(result, DecodeResult)
             if command.chunk is not None and result.chunk is not None:
                 self._apply_chunk(command.chunk, result.chunk)
-            for group, token in self._batches.apply(result, self._loop.took):
+            for group, token in self._scheduler.batches.apply(result, self._loop.took):
                 self.fail(group, self._unchosen(group.request, token))
             self._count_drafts()
         self._scheduler.ended(command, self._loop.took)
         self._migration.poke()
 
     def _count_drafts(self) -> None:
-        every = self._batches.forced_tokens
+        every = self._scheduler.batches.forced_tokens
         if every and (forced := every - self.counters["forced_tokens"]):
             self.counters.add("forced_tokens", forced)
-        for source, drafted, accepted in self._batches.take_drafts():
+        for source, drafted, accepted in self._scheduler.batches.take_drafts():
             self.counters.add("drafted_tokens", drafted, source=source)
             self.counters.add("accepted_tokens", accepted, source=source)
 
@@ -239,11 +206,11 @@ class DecodeWorker(MeshWorker):
         restored, known = RestoredBlocks(kept.block_tokens), [0] * self._mesh.ranks
         if prompt.useful:
             known[rank] = group.cached_tokens // kept.block_tokens
-            hinted = min(call.peer_tokens, prompt.most_known)
             # a prefill worker would have to compute the accepted tokens before it sends their KV
             computes = prompt.computes or call.children[0].accepted
             instead = "compute" if computes else "receive"
-            query = RestoreQuery(prompt.useful, tuple(known), 0, call.peer, hinted, rank, instead)
+            query = self._query(prompt, call)
+            query = replace(query, known=tuple(known), only=rank, instead=instead)
             pages = self._state.ledgers[rank].pages(group.key)
             blocks = await self._sources.fill(query, group.key, pages, restored)
             usable = kept.usable_tokens(blocks * kept.block_tokens, prompt.computes)
@@ -372,7 +339,7 @@ class DecodeWorker(MeshWorker):
                 for first in received.firsts
             ]
             self._join(group, tuple(firsts))
-        elif not self._batches.take_over(group, received.moved, group.until):
+        elif not self._scheduler.batches.take_over(group, received.moved, group.until):
             text = f"worker {self.name!r} cannot go on with the sequence that moved to it"
             self.fail(group, HandoffError(text))
         self._loop.wake()
@@ -381,10 +348,9 @@ class DecodeWorker(MeshWorker):
         self._streams[group.key].announce(lost=lost)
 
     def _join(self, group: SequenceGroup, firsts: tuple[SampledToken, ...]) -> None:
-        for first in firsts:
-            if first.token in (BROKEN_TOKEN, STUCK_TOKEN):
-                return self.fail(group, self._unchosen(group.request, first.token))
-        copies = self._batches.ready(
+        if error := self._unsampled(group.request, firsts):
+            return self.fail(group, error)
+        copies = self._scheduler.batches.ready(
             group, firsts, self._loop.next_number(), group.handoff.deadline
         )
         if copies is not None:
@@ -479,11 +445,7 @@ class DecodeWorker(MeshWorker):
             reserved_pages=state.reserved_pages(),
             rank_sequences=tuple(state.living),
             rank_contexts=state.contexts(),
-            waiting=len(self._reservations),
             handoffs=len(self._incoming) + len(self._outgoing),
-            can_prefill=self._chunk_tokens > 0,
-            chunk_tokens=self._chunk_tokens,
             drafted_tokens=self.counters["drafted_tokens"],
             accepted_tokens=self.counters["accepted_tokens"],
-            priorities=self._loads(self._reservations.priorities()),
         )

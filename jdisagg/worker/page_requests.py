@@ -1,7 +1,7 @@
 """The requests of a decode worker that wait for blocks of other prompts and for pages. Each
 `reserve` call waits until its request has pages.
 
-`scheduler/reservations.py` decides which requests get pages and identifies them by tickets. This
+`scheduler/admission.py` decides which requests get pages and identifies them by tickets. This
 module maps tickets to the waiting calls."""
 
 import asyncio
@@ -11,10 +11,10 @@ from jdisagg.clock import within
 from jdisagg.errors import DeadlineExceededError, HandoffError, JdisaggError, UnavailableError
 from jdisagg.messages.ports import ReserveCall
 from jdisagg.request import Request
+from jdisagg.scheduler.admission import Admission
 from jdisagg.scheduler.handoff import HandoffState
 from jdisagg.scheduler.prompt import Prompt
 from jdisagg.scheduler.prompts import check_queue
-from jdisagg.scheduler.reservations import Reservations
 from jdisagg.scheduler.sequences import SequenceGroup
 
 _OVERDUE = {
@@ -34,10 +34,10 @@ class PageRequests:
     """
 
     def __init__(
-        self, worker: str, reservations: Reservations, limit: int, drop: Callable[[int], None]
+        self, worker: str, admission: Admission, limit: int, drop: Callable[[int], None]
     ) -> None:
         self._worker = worker
-        self._reservations = reservations
+        self._admission = admission
         self._limit = limit
         self._drop = drop
         self._waiting: dict[int, tuple[Prompt, asyncio.Future[SequenceGroup]]] = {}  # by ticket
@@ -49,7 +49,7 @@ class PageRequests:
     def check(self, call: ReserveCall) -> None:
         """Raises InvalidRequestError if even an idle worker has no room for the request, and
         OverloadedError if too many requests wait."""
-        self._reservations.check(call.request, call.children)
+        self._admission.check(call.request, call.children)
         waiting = [prompt for prompt, _ in self._waiting.values()]
         check_queue(self._worker, waiting, call.request.priority, self._limit)
 
@@ -61,7 +61,7 @@ class PageRequests:
 
     def enqueue(self, prompt: Prompt) -> None:
         if prompt.key in self._waiting:
-            self._reservations.enqueue(prompt)
+            self._admission.enqueue(prompt)
 
     async def wait(
         self, ticket: int, granted: "asyncio.Future[SequenceGroup]", seconds: float
@@ -106,13 +106,13 @@ class PageRequests:
             self._end(ticket, UnavailableError(error.message))
 
     def _end(self, ticket: int, error: JdisaggError) -> None:
-        self._reservations.withdraw(ticket)
+        self._admission.withdraw(ticket)
         _, granted = self._waiting.pop(ticket)
         if not granted.done():
             granted.set_exception(error)
 
     def _give_up(self, ticket: int) -> None:
-        self._reservations.withdraw(ticket)
+        self._admission.withdraw(ticket)
         self._waiting.pop(ticket, None)
         self._drop(ticket)
 
