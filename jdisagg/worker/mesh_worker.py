@@ -45,20 +45,14 @@ from jdisagg.messages.step_commands import (
     StepCommand,
     StepResult,
 )
-from jdisagg.messages.worker_status import (
-    KeptTier,
-    LinkTimes,
-    PriorityLoad,
-    WorkerRole,
-    WorkerStatus,
-)
+from jdisagg.messages.worker_status import LinkTimes, PriorityLoad, WorkerRole, WorkerStatus
 from jdisagg.request import Request
 from jdisagg.scheduler.attempts import Attempts
 from jdisagg.scheduler.decode_state import DecodeState
 from jdisagg.scheduler.executor import Executor, InterruptibleExecutor
 from jdisagg.scheduler.host_blocks import MOST_WRITING, MOST_WRITING_OF_DECODE, TierRoom
 from jdisagg.scheduler.kept_events import KeptEvents
-from jdisagg.scheduler.kept_view import KeptBlock, kept_blocks
+from jdisagg.scheduler.kept_view import KeptBlock, kept_blocks, kept_tiers
 from jdisagg.scheduler.prices import Prices
 from jdisagg.scheduler.prompt import Prompt
 from jdisagg.scheduler.residency import BlockNames
@@ -145,7 +139,13 @@ class MeshWorker(ABC):
         # of prefills alone, one chunk per stage, and one in the queue
         depth = DEPTH if decodes else executor.limits.stages + 1
         self._loop = StepLoop(
-            executor, self._turn, self._apply, self._break_down, context.clock.now, depth
+            executor,
+            self._turn,
+            self._apply,
+            self._break_down,
+            context.clock.now,
+            depth,
+            before=lambda: self._host.copy_evicted(),
         )
         self._connections: list[Peers] = []
         self._calls = SideCalls(self.counters, limits.timeouts.handoff)
@@ -293,7 +293,7 @@ class MeshWorker(ABC):
             queued_pairs=self._prompts.backlog.pairs,
             free_states=states.free_by_rank(),
             total_states=states.total_by_rank(),
-            kept=self._kept_tiers(),
+            kept=(*kept_tiers(self._kept, self._mesh), *self._sources.stats()),
             kv_channels=context.kv_channels(),
             times=context.times(),
             links=self._links(),
@@ -351,6 +351,7 @@ class MeshWorker(ABC):
         for prompt in self._prompts.take_released():
             self._seek(prompt)
         turn = self._scheduler.turn(self._facts(step))
+        self._host.copy_evicted()
         for copies in turn.copies:
             self._loop.fire(CopyPages(self._loop.next_number(), (), copies))
         command = self._carry_out(turn)
@@ -455,21 +456,6 @@ class MeshWorker(ABC):
             if row.samples:
                 firsts = [one for one in result.samples if one.sequence == row.sequence]
                 self._prefilled(row.sequence, firsts)
-
-    def _kept_tiers(self) -> tuple[KeptTier, ...]:
-        kept, mesh = self._kept, self._mesh
-        if not kept.on:
-            return ()
-        of_token = mesh.sent.bytes_per_token
-        room = mesh.ranks * mesh.pages_per_rank * mesh.page_size * of_token
-        blocks = kept.blocks
-        tiers = [KeptTier("pages", blocks, blocks * kept.block_tokens * of_token, room)]
-        if kept.snapshots:
-            sizes = [(len(one), one.filled, one.total) for one in kept.snapshots]
-            count, filled, total = map(sum, zip(*sizes, strict=True))
-            size = mesh.snapshot_slot_bytes
-            tiers.append(KeptTier("snapshots", count, filled * size, total * size))
-        return (*tiers, *self._sources.stats())
 
     def _loads(self, waiting: Mapping[int, int]) -> tuple[PriorityLoad, ...]:
         """`waiting`: number of requests that wait for pages, by priority."""

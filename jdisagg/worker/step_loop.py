@@ -47,6 +47,7 @@ class StepLoop:
         apply: Function that is called with each command from `turn` and its result, in the order in
             which the commands were issued.
         depth: Largest number of commands from `turn` in flight.
+        before: Function that is called before each command is issued. It may issue others.
 
     Attributes:
         took: Seconds that the command of the newest result took. Counted from the command's issue
@@ -61,6 +62,7 @@ class StepLoop:
         failed: Callable[[UnavailableError], None],
         now: Callable[[], float] = lambda: 0.0,
         depth: int = DEPTH,
+        before: Callable[[], None] = lambda: None,
     ) -> None:
         self._executor = executor
         self._turn = turn
@@ -68,6 +70,7 @@ class StepLoop:
         self._on_failure = failed
         self._now = now
         self._depth = depth
+        self._before = before
         self._steps = 0
         self._turn_due = False
         self._flight: deque[tuple[StepCommand, asyncio.Future[StepResult], float]] = deque()
@@ -116,6 +119,7 @@ class StepLoop:
         """Appends a command to the mesh's queue. Raises UnavailableError if the mesh has failed."""
         if self.failure is not None:
             self.check()
+        self._before()
         result = self._executor.run(command)
         future = result if isinstance(result, asyncio.Future) else asyncio.ensure_future(result)
         # background commands and copies to host memory have their own deadlines and block nothing

@@ -1,6 +1,7 @@
 """What one turn decides, and in which order: no worker, no clock, no executor."""
 
 import itertools
+from collections.abc import Mapping
 from dataclasses import replace
 
 from jdisagg.config import InstanceConfig
@@ -16,6 +17,8 @@ from jdisagg.telemetry import Counters
 from tests.fakes.cluster import toy_request
 from tests.fakes.fake_executor import toy_limits
 from tests.scheduler.bench import waiting
+
+NONE: Mapping[str, int] = {}
 
 
 class Mesh:
@@ -41,9 +44,17 @@ class Mesh:
         self.scheduler.admission.enqueue(self.scheduler.prompts.begin(prompt))
         return prompt
 
-    def turn(self, busy: bool = False, **offered: int) -> Turn:
+    def turn(self, busy: bool = False, offered: Mapping[str, int] = NONE) -> Turn:
         self.step += 1
         return self.scheduler.turn(Facts(None if busy else self.step, 9.0, offered_tokens=offered))
+
+    def steps(self) -> tuple[Turn, DecodeSteps]:
+        """A turn that issues decode steps, which bring a token to each sequence."""
+        turn = self.turn()
+        assert isinstance(turn.command, DecodeSteps)
+        tokens = tuple([(7,) for _ in turn.command.slots[0]])
+        self.scheduler.batches.apply(DecodeResult(turn.command.step, (tokens,)))
+        return turn, turn.command
 
     def arrives(self, group: SequenceGroup) -> None:
         """All KV of the group, with its first token."""
@@ -97,24 +108,22 @@ def test_a_sequence_that_loses_its_pages_to_a_running_one_is_reported_in_the_sam
     mesh.asks(2, tokens=8)
     (young,) = mesh.turn().groups
     mesh.arrives(young)
+    turn, steps = mesh.steps()
     while young.key in mesh.state.groups:
-        turn = mesh.turn()
-        assert isinstance(turn.command, DecodeSteps)
-        tokens = tuple((7,) for _ in turn.command.slots[0])
-        mesh.scheduler.batches.apply(DecodeResult(turn.command.step, (tokens,)))
+        turn, steps = mesh.steps()
     assert [one.group_key for one in turn.news if one.preempted] == [young.key]
-    assert [len(rank) for rank in turn.command.slots] == [1], "the other one goes on at once"
+    assert [len(rank) for rank in steps.slots] == [1], "the other one goes on at once"
 
 
 def test_a_mesh_that_sends_computes_for_those_who_fetch() -> None:
     limits = toy_limits()
     mesh, most = Mesh(limits, WorkerRole.PREFILL), CHUNKS_OFFERED * 16 * limits.layer_groups
     slow, quick = mesh.asks(1, to="slow"), mesh.asks(2, to="quick")
-    turn = mesh.turn(slow=most)
+    turn = mesh.turn(offered={"slow": most})
     assert turn.prompts == [quick] and turn.held_back
     assert isinstance(turn.command, PrefillChunk)
     assert [row.sequence for row in turn.command.rows] == [quick.key]
-    turn = mesh.turn(slow=most - 1)
+    turn = mesh.turn(offered={"slow": most - 1})
     assert turn.prompts == [slow] and not turn.held_back
     assert isinstance(turn.command, PrefillChunk)
 
@@ -124,7 +133,7 @@ def test_nothing_is_computed_while_all_destinations_together_fetch_too_slowly() 
     mesh, most = Mesh(limits, WorkerRole.PREFILL), CHUNKS_OFFERED * 16 * limits.layer_groups
     mesh.asks(1, to="d0")
     offered = {f"d{number}": most - 1 for number in range(1, 6)}
-    turn = mesh.turn(**offered)
+    turn = mesh.turn(offered=offered)
     assert turn.prompts and turn.command is None and turn.held_back
     assert isinstance(mesh.turn().command, PrefillChunk)
 
