@@ -229,6 +229,10 @@ class Attempt:
         self, held: ReservationHandle, source: HandoffSource, from_token: int
     ) -> None:
         peer, peer_tokens = self._peer_of(source.worker)
+        held_tokens = held.reservation.cached_tokens
+        if self.children[0].accepted and held_tokens > peer_tokens:
+            # blocks of a preempted answer, of which the router learns only later
+            peer, peer_tokens = self._new_source(held.worker, held.reservation.weights), held_tokens
         call = PrefillCall(
             request=await self._context.with_pixels(self._run.request),
             attempt=self.number,
