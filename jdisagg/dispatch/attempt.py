@@ -92,6 +92,14 @@ class Attempt:
     def over(self) -> bool:
         return not self.open and len(self._ended) == len(self.children)
 
+    def suspend(self) -> None:
+        """Tells the decode worker, before it hears that the stream is closed, that blocks are
+        awaited."""
+        if self.received:
+            call = self._held.port.cancel(self._held.key, awaited=True)
+            ending = asyncio.create_task(quietly(call, self._times.close_seconds))
+            self._run.clean_up(ending)
+
     async def run(self, placement: PlacementHandle) -> None:
         """Runs the attempt until every child has finished. Raises the errors of the workers."""
         self._placement = placement

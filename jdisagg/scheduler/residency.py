@@ -193,14 +193,17 @@ class ResidencyTree:
     def let_go(self, owner: int, chain: Chain, awaited: bool = False) -> None:
         """Releases the pages of `owner`. The first pages hold the blocks of `chain`, which remain
         cached. If a block is already cached in other pages, those pages stay cached and the owner's
-        pages become free. `awaited`: whether the sequence will use these blocks again."""
+        pages become free. `awaited`: whether the sequence will use these blocks again. They then
+        stay longer than blocks that nobody waits for."""
         self.keep(owner, chain)
         self._ledger.free(owner)
-        if awaited:
-            self._awaited.update(chain[: self.match(chain)])
+        cached = chain[: self.match(chain)]
         # Blocks that were cached before are touched, too, so that a block is evicted after its
         # successors.
-        self._ledger.touch(reversed(self.pages(chain[: self.match(chain)])))
+        self._ledger.touch(reversed(self.pages(cached)))
+        if awaited:
+            self._awaited.update(cached)
+            self._ledger.spare(self.pages(cached))
 
     def by_last_use(self) -> Iterator[tuple[bytes, int, bool]]:
         """Yields (name, index in its sequence, whether an owner holds it) of each block in order of

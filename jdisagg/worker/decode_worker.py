@@ -156,8 +156,8 @@ class DecodeWorker(MeshWorker):
                 self._sources.let_go(key)
         return ended
 
-    def _end(self, group: SequenceGroup, preempted: bool = False) -> None:
-        self._state.end_group(group, preempted)
+    def _end(self, group: SequenceGroup, preempted: bool = False, awaited: bool = False) -> None:
+        self._state.end_group(group, preempted, awaited=awaited)
         self._report(self._state.take_news())
 
     # ---- reservations
@@ -281,10 +281,12 @@ class DecodeWorker(MeshWorker):
             raise self._not_held(call.reservation_id, call.attempt)
         return self._incoming.replace_source(group, call.source, call.firsts)
 
-    async def cancel(self, reservation_id: int, child: int | None = None) -> None:
+    async def cancel(
+        self, reservation_id: int, child: int | None = None, awaited: bool = False
+    ) -> None:
         group = self._state.groups.get(reservation_id)
         if child is None:
-            self._drop(reservation_id)
+            self._drop(reservation_id, awaited)
         elif group is not None:
             for sequence in group.alive:
                 if sequence.child == child:
@@ -356,10 +358,10 @@ class DecodeWorker(MeshWorker):
         if copies is not None:
             self._loop.fire(copies)
 
-    def _drop(self, reservation_id: int) -> None:
+    def _drop(self, reservation_id: int, awaited: bool = False) -> None:
         group = self._state.groups.get(reservation_id)
         if group is not None:
-            self._end(group)
+            self._end(group, awaited=awaited)
         self._prompts.forget(reservation_id)
         self._streams.pop(reservation_id, None)
         self._loop.wake()  # pages may be free, or the queue may have another first request

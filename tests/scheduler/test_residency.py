@@ -375,3 +375,16 @@ def test_without_names_nothing_stays() -> None:
     assert residency.reserve(0, 1, (), 0, 4) is not None
     residency.let_go(0, 1)
     assert residency.clear() == 0
+
+
+def test_awaited_blocks_are_passed_over_once_when_others_could_be_evicted() -> None:
+    residency = Residency([PageLedger(6)], PAGE_SIZE, NAMES)
+    chains = [residency.chain(request(), (token,) * GRAIN) for token in (1, 2, 3)]
+    for owner, chain in enumerate(chains, 1):
+        residency.reserve(0, owner, (), 0, 2)
+        residency.let_go(0, owner, chain, awaited=owner == 1)
+    order = []
+    for owner in (7, 8, 9):
+        residency.reserve(0, owner, (), 0, 2)
+        order += [one.name for one in residency.take_evicted()]
+    assert order == [chains[1][0], chains[2][0], chains[0][0]], "the awaited one is the oldest"
