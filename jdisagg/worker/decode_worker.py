@@ -15,8 +15,15 @@ from dataclasses import replace
 
 import msgspec
 
+from jdisagg.clock import within
 from jdisagg.config import InstanceConfig, LimitsConfig, Mode
-from jdisagg.errors import BrokenModelError, HandoffError, JdisaggError, UnavailableError
+from jdisagg.errors import (
+    BrokenModelError,
+    DeadlineExceededError,
+    HandoffError,
+    JdisaggError,
+    UnavailableError,
+)
 from jdisagg.messages.ports import (
     FetchCall,
     FetchReply,
@@ -42,6 +49,7 @@ from jdisagg.request import FinishReason, Request
 from jdisagg.scheduler.executor import Executor
 from jdisagg.scheduler.handoff import HandoffEvent, HandoffState
 from jdisagg.scheduler.prompt import Prompt
+from jdisagg.scheduler.prompts import check_queue
 from jdisagg.scheduler.sequences import ChildProgress, SequenceGroup, Stage
 from jdisagg.scheduler.turn import Facts, Turn
 from jdisagg.worker.incoming_handoff import Received
@@ -50,11 +58,14 @@ from jdisagg.worker.kv_sources import RestoredBlocks
 from jdisagg.worker.mesh_worker import MeshWorker, WorkerContext
 from jdisagg.worker.migration import MigrationSender
 from jdisagg.worker.outgoing_kv import OutgoingHandoff
-from jdisagg.worker.page_requests import PageRequests, overdue_error
 from jdisagg.worker.peers import PeerResolver
 from jdisagg.worker.span_stream import SpanStream
 
 MOST_MOVES = 3
+_OVERDUE = {
+    HandoffState.RESERVED: "its lease passed before generate took it over",
+    HandoffState.ORPHANED: "its source failed, and its lease passed before another came",
+}
 
 
 class DecodeWorker(MeshWorker):
@@ -74,7 +85,7 @@ class DecodeWorker(MeshWorker):
         super().__init__(role, context, executor, config, limits, peers if fetches else None)
         self._computes = role is WorkerRole.MIXED
         state, counters = self._state, self.counters
-        self._requests = PageRequests(context.name, self._admission, config.queue_limit, self._drop)
+        self._granting: dict[int, asyncio.Future[SequenceGroup]] = {}  # by the key of the prompt
         self._streams: dict[int, SpanStream] = {}
         timeouts = limits.timeouts.handoff
         self._peers = self._connect(peers, config.codec)
@@ -92,7 +103,9 @@ class DecodeWorker(MeshWorker):
             self._given.cut(owner)
         for group in turn.groups:
             self._streams[group.key] = SpanStream(group, self._hello.weights)
-            self._requests.grant(group)
+            granted = self._granting.pop(group.key)
+            if not granted.done():  # otherwise the call has been given up
+                granted.set_result(group)
         if self._report(turn.news):
             self._loop.wake()  # others may get what became free
         if turn.interrupt and self._interruptible is not None:
@@ -166,7 +179,7 @@ class DecodeWorker(MeshWorker):
         arrival = self._clock.now() - call.age_seconds
         await self._compiled(call.request, call.deadline_seconds)
         async with self._adapters.held(call.request, call.deadline_seconds):
-            if len(self._requests) >= self._config.queue_limit:
+            if len(self._granting) >= self._config.queue_limit:
                 await asyncio.sleep(0)  # the turn that is due may grant some
             self._take(call)
             prompt = Prompt(
@@ -179,14 +192,15 @@ class DecodeWorker(MeshWorker):
             )
             if call.aside_seconds is not None:
                 prompt.since = arrival + max(0.0, call.age_seconds - call.aside_seconds)
-            ticket, granted = prompt.key, self._requests.open(prompt)
+            key = prompt.key
+            self._granting[key] = asyncio.get_running_loop().create_future()
             self._prompts.begin(prompt, named=not call.whole, shared=self._computes)
             self._seek(prompt)
             self._loop.wake()
             began = self._clock.now()
-            group = await self._requests.wait(ticket, granted, call.deadline_seconds)
+            group = await self._granted(key, call.deadline_seconds)
         if not group.alive:
-            raise self._not_held(ticket, call.attempt)
+            raise self._not_held(key, call.attempt)
         if call.aside_seconds is not None:
             for child in group.alive:
                 child.aside_seconds = call.aside_seconds + self._clock.now() - began
@@ -194,10 +208,24 @@ class DecodeWorker(MeshWorker):
         try:
             restored = await self._restore(group, prompt, call)
         except BaseException:
-            self._drop(ticket)
+            self._drop(key)
             raise
         self._count_reuse(prompt, group.rank, group.cached_tokens, restored)
         return self._reserved(group, restored)
+
+    async def _granted(self, key: int, seconds: float) -> SequenceGroup:
+        try:
+            return await within(self._granting[key], seconds)
+        except BaseException as error:
+            self._admission.withdraw(key)
+            self._granting.pop(key, None)
+            self._drop(key)
+            if isinstance(error, TimeoutError):
+                raise DeadlineExceededError(
+                    f"worker {self.name!r} had no free pages for the request within its"
+                    f" {seconds:g} s"
+                ) from None
+            raise
 
     async def _restore(
         self, group: SequenceGroup, prompt: Prompt, call: ReserveCall
@@ -223,8 +251,8 @@ class DecodeWorker(MeshWorker):
             stream.lease_until = group.handoff.deadline
 
     def _seek(self, prompt: Prompt) -> None:
-        if not self._prompts.follows(prompt):
-            self._requests.enqueue(prompt)
+        if not self._prompts.follows(prompt) and prompt.key in self._granting:
+            self._admission.enqueue(prompt)
 
     def _reserved(self, group: SequenceGroup, restored: RestoredBlocks) -> Reservation:
         key, cached = group.key, group.cached_tokens
@@ -242,9 +270,21 @@ class DecodeWorker(MeshWorker):
             if group.attempt < call.attempt and indices & {child.child for child in group.alive}:
                 self.counters.add("attempts_superseded")
                 self.fail(group, HandoffError(f"attempt {group.attempt} {later}"))
-        if ended := self._requests.supersede(call.request, indices, call.attempt):
-            self.counters.add("attempts_superseded", ended)
-        self._requests.check(call)
+        for prompt in [self._prompts[key] for key in self._granting]:
+            same = prompt.request.identity == call.request.identity
+            children = {child.index for child in prompt.children}
+            if same and prompt.attempt < call.attempt and indices & children:
+                self.counters.add("attempts_superseded")
+                self._refuse(prompt.key, HandoffError(f"attempt {prompt.attempt} {later}"))
+        self._admission.check(call.request, call.children)
+        waiting = [self._prompts[key] for key in self._granting]
+        check_queue(self.name, waiting, call.request.priority, self._config.queue_limit)
+
+    def _refuse(self, key: int, error: JdisaggError) -> None:
+        self._admission.withdraw(key)
+        granted = self._granting.pop(key)
+        if not granted.done():
+            granted.set_exception(error)
 
     # ---- sequences
 
@@ -400,7 +440,7 @@ class DecodeWorker(MeshWorker):
         self._quiet.set()
 
     def _busy(self) -> bool:
-        others = len(self._given) + len(self._requests)
+        others = len(self._given) + len(self._granting)
         return bool(self._state.groups or self._streams or others)
 
     def _hand_on(self) -> None:
@@ -410,7 +450,8 @@ class DecodeWorker(MeshWorker):
                 stream.moves += self.migrate_out(key)
 
     def _end_everything(self, error: UnavailableError) -> None:
-        self._requests.end_all(error)
+        for key in list(self._granting):
+            self._refuse(key, UnavailableError(error.message))
         for group in list(self._state.groups.values()):
             self.fail(group, UnavailableError(error.message))
         self._incoming.stop()
@@ -419,7 +460,7 @@ class DecodeWorker(MeshWorker):
     def _sweep(self, now: float) -> None:
         for group in self._state.overdue(now):
             self.counters.add("leases_expired")
-            self.fail(group, overdue_error(group))
+            self.fail(group, _overdue(group))
         for key, stream in list(self._streams.items()):
             if not stream.taken and stream.lease_until < now:
                 del self._streams[key]
@@ -451,3 +492,11 @@ class DecodeWorker(MeshWorker):
             drafted_tokens=self.counters["drafted_tokens"],
             accepted_tokens=self.counters["accepted_tokens"],
         )
+
+
+def _overdue(group: SequenceGroup) -> JdisaggError:
+    if reason := _OVERDUE.get(group.handoff.state):
+        return HandoffError(f"reservation {group.key}: {reason}")
+    return DeadlineExceededError(
+        "the request's deadline passed while its tokens were being generated"
+    )
