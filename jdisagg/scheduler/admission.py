@@ -157,6 +157,8 @@ class Admission:
         """Gives pages to prompts from the start of the queue, as long as there is room or others
         give way. A group has the key of its prompt."""
         admitted, blocked = Admitted(), False
+        if not self.queue and not stalled:
+            return admitted
         if not self._decodes:
             self._idle = [one for one in self._prompts.placed if not one.begun]
         for prompt in tuple(self._idle) if stalled else ():

@@ -134,7 +134,8 @@ class Scheduler:
 
     def turn(self, now: Facts) -> Turn:
         state, admission = self._state, self.admission
-        self._forget_ended()
+        if state.news:
+            self._forget_ended()
         stalled, full = stalled_destinations(now.offered_tokens, self._most_offered)
         yielded = 0
         if state.ready:
@@ -149,8 +150,11 @@ class Scheduler:
         )
         if now.step is not None and not full:
             self._issue(turn, now, now.step, stalled)
-        self._forget_ended()
-        turn.news, turn.cut = state.take_news(), state.take_cut()
+        if state.news:
+            self._forget_ended()
+            turn.news = state.take_news()
+        if state.cut:
+            turn.cut = state.take_cut()
         return turn
 
     def _forget_ended(self) -> None:

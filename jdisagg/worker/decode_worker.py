@@ -121,7 +121,7 @@ class DecodeWorker(MeshWorker):
             newest > 0,
             loop.in_flight(PrefillChunk),
             not spans and step is not None and self._incoming.arriving,
-            newest > 0 and self._incoming.completing_before(newest),
+            not spans and newest > 0 and self._incoming.completing_before(newest),
         )
 
     def _apply(self, command: StepCommand, result: StepResult) -> None:

@@ -351,7 +351,8 @@ class MeshWorker(ABC):
         for prompt in self._prompts.take_released():
             self._seek(prompt)
         turn = self._scheduler.turn(self._facts(step))
-        self._host.copy_evicted()
+        if turn.command is None:
+            self._host.copy_evicted()  # otherwise before the command
         for copies in turn.copies:
             self._loop.fire(CopyPages(self._loop.next_number(), (), copies))
         command = self._carry_out(turn)
