@@ -119,7 +119,7 @@ class SpanSessions:
         )
         following.add_done_callback(lambda done: session.over(call.reservation_id, done))
 
-    async def cancel(self, reservation_id: int, child: int | None, awaited: bool) -> None:
+    async def cancel(self, reservation_id: int, child: int | None, awaited: bool = False) -> None:
         await self._port.cancel(reservation_id, child, awaited)
         if child is None:
             for session in self._sessions.values():
