@@ -92,6 +92,14 @@ class Attempt:
     def over(self) -> bool:
         return not self.open and len(self._ended) == len(self.children)
 
+    def suspend(self) -> None:
+        """Tells the decode worker, before it hears that the stream is closed, that blocks are
+        awaited."""
+        if self.received:
+            call = self._held.port.cancel(self._held.key, awaited=True)
+            ending = asyncio.create_task(quietly(call, self._times.close_seconds))
+            self._run.clean_up(ending)
+
     async def run(self, placement: PlacementHandle) -> None:
         """Runs the attempt until every child has finished. Raises the errors of the workers."""
         self._placement = placement
@@ -229,6 +237,10 @@ class Attempt:
         self, held: ReservationHandle, source: HandoffSource, from_token: int
     ) -> None:
         peer, peer_tokens = self._peer_of(source.worker)
+        held_tokens = held.reservation.cached_tokens
+        if self.children[0].accepted and held_tokens > peer_tokens:
+            # blocks of a preempted answer, of which the router learns only later
+            peer, peer_tokens = self._new_source(held.worker, held.reservation.weights), held_tokens
         call = PrefillCall(
             request=await self._context.with_pixels(self._run.request),
             attempt=self.number,

@@ -60,6 +60,10 @@ class RunningAttempt(Protocol):
     @property
     def over(self) -> bool: ...
 
+    def suspend(self) -> None:
+        """Called before the attempt is cancelled, if a later one will go on."""
+        ...
+
 
 @dataclass(slots=True, eq=False)
 class ChildRun:
@@ -162,7 +166,8 @@ class RequestRun:
         self.awake.clear()
         running = [attempt for attempt in self.attempts if not attempt.over]
         tasks = [self.attempts.pop(attempt) for attempt in running]
-        for task in tasks:
+        for attempt, task in zip(running, tasks, strict=True):
+            attempt.suspend()
             task.cancel()
             self.clean_up(task)
         return tasks

@@ -367,10 +367,13 @@ class DecodePort(Protocol):
         exists."""
         ...
 
-    async def cancel(self, reservation_id: int, child: int | None = None) -> None:
+    async def cancel(
+        self, reservation_id: int, child: int | None = None, awaited: bool = False
+    ) -> None:
         """Cancels one child, or all children if `child` is None. The decode slot is freed within
         one step. The pages are freed immediately. If KV is being received into them, they are freed
-        when the lease ends at the latest. Idempotent."""
+        when the lease ends at the latest. Idempotent. `awaited`: whether a later attempt will
+        continue, so that the blocks should stay cached longer than others."""
         ...
 
     async def reset_cache(self) -> int:

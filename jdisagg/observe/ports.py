@@ -184,13 +184,14 @@ class ObservedDecode:
 
     async def cancel(
         self,
-        proceed: Callable[[int, int | None], Awaitable[None]],
+        proceed: Callable[[int, int | None, bool], Awaitable[None]],
         reservation_id: int,
         child: int | None = None,
+        awaited: bool = False,
     ) -> None:
         if child is None:
             self._held.pop(reservation_id, None)
-        await proceed(reservation_id, child)
+        await proceed(reservation_id, child, awaited)
 
     def _trace(self, name: str, started: float, now: float, held: _Held, span: Span) -> None:
         tracing, owner, attempt = self._observer.tracing, _owner(held.request), held.attempt

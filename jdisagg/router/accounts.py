@@ -10,6 +10,7 @@ Invariant: when all placed attempts have ended, every `own_` column is zero."""
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from jdisagg.config import InstanceConfig
 from jdisagg.messages.worker_status import WorkerStatus
 from jdisagg.plain import plain
 from jdisagg.router.absences import Absences
@@ -18,8 +19,8 @@ from jdisagg.scheduler.backlog import causal_pairs
 from jdisagg.scheduler.page_ledger import pages_for
 from jdisagg.settings.timeouts import DEFAULT_TIMEOUTS
 
-# Growth that decode workers reserve beyond the prompt by default.
-GROWTH_TOKENS = 256
+# Growth that decode workers reserve beyond the prompt, unless they are told otherwise.
+GROWTH_TOKENS = InstanceConfig().growth_tokens
 _OPEN = ("open", 1)
 
 

@@ -160,6 +160,10 @@ class DecodeState:
         news, self.news = self.news, []
         return news
 
+    def take_cut(self) -> list[int]:
+        cut, self.cut = self.cut, []
+        return cut
+
     def cover(self, group: SequenceGroup, tokens: int) -> tuple[int, ...] | None:
         """Returns the pages for positions [0, tokens) of a group, or None if too few pages are
         free. Reserves more pages if needed, because a migrated sequence may have grown on its
@@ -182,13 +186,15 @@ class DecodeState:
         preempted: bool = False,
         moved: bool = False,
         yielded: bool = False,
+        awaited: bool = False,
     ) -> None:
         """Ends a finished, aborted or preempted child. Frees its slot and pages, and reports its
         last tokens and the reason for its end. Its full blocks stay in the prefix cache, where
-        another attempt finds them. Idempotent."""
+        another attempt finds them. `awaited`: whether one will follow, as after a preemption.
+        Idempotent."""
         if child.stage is Stage.ENDED:
             return
-        self._vacate(child, preempted)
+        self._vacate(child, preempted or awaited)
         self.states.free(child.rank, child.key)
         child.stage = Stage.ENDED
         self.preemptions += preempted
@@ -246,11 +252,15 @@ class DecodeState:
         return ChildProgress(child.group.key, child.child, first, tokens, logprobs)
 
     def end_group(
-        self, group: SequenceGroup, preempted: bool = False, yielded: bool = False
+        self,
+        group: SequenceGroup,
+        preempted: bool = False,
+        yielded: bool = False,
+        awaited: bool = False,
     ) -> None:
         finish = None if preempted else FinishReason.CANCELLED
         for child in group.alive:
-            self.end_child(child, finish, preempted, yielded=yielded)
+            self.end_child(child, finish, preempted, yielded=yielded, awaited=awaited)
 
     def release_root(self, group: SequenceGroup) -> None:
         """Releases the pages that the group itself owns. Pages that its children own, too, stay in

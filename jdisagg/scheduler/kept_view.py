@@ -2,7 +2,9 @@
 
 from collections.abc import Iterable, Iterator, Mapping
 
+from jdisagg.messages.worker_status import KeptTier
 from jdisagg.plain import plain
+from jdisagg.scheduler.executor import MeshLimits
 from jdisagg.scheduler.residency import Residency
 
 SHOWN_BYTES = 8  # leading bytes of a name that are shown
@@ -53,3 +55,19 @@ def kept_blocks(worker: str, kept: Residency, tiers: Mapping[str, Listed]) -> It
         for rank, name, index, in_use in blocks:
             shown = name[:SHOWN_BYTES].hex()
             yield KeptBlock(worker, tier, rank, shown, index, kept.block_tokens, in_use)
+
+
+def kept_tiers(kept: Residency, mesh: MeshLimits) -> tuple[KeptTier, ...]:
+    """Returns the used and total bytes of the cached blocks in pages, and of snapshots."""
+    if not kept.on:
+        return ()
+    of_token = mesh.sent.bytes_per_token
+    room = mesh.ranks * mesh.pages_per_rank * mesh.page_size * of_token
+    blocks = kept.blocks
+    pages = KeptTier("pages", blocks, blocks * kept.block_tokens * of_token, room)
+    if not kept.snapshots:
+        return (pages,)
+    sizes = [(len(one), one.filled, one.total) for one in kept.snapshots]
+    count, filled, total = map(sum, zip(*sizes, strict=True))
+    size = mesh.snapshot_slot_bytes
+    return pages, KeptTier("snapshots", count, filled * size, total * size)

@@ -35,6 +35,7 @@ class PageLedger:
         self._kept: set[int] = set()
         # kept pages without an owner, oldest first
         self._idle: OrderedDict[int, None] = OrderedDict()
+        self._spared: set[int] = set()  # idle pages that are passed over once
         self._given_away: Callable[[int], Iterable[int]] | None = None
 
     @property
@@ -85,6 +86,7 @@ class PageLedger:
         for page in pages:
             self._references[page] += 1
             self._idle.pop(page, None)
+            self._spared.discard(page)
         self._held[owner] = list(pages)
         return tuple(pages)
 
@@ -166,6 +168,7 @@ class PageLedger:
         self._kept.remove(page)
         if not self._references[page]:
             del self._idle[page]
+            self._spared.discard(page)
             self._free.append(page)
 
     def touch(self, pages: Iterable[int]) -> None:
@@ -173,10 +176,18 @@ class PageLedger:
             if page in self._idle:
                 self._idle.move_to_end(page)
 
+    def spare(self, pages: Iterable[int]) -> None:
+        """Lets idle pages be reused later than others: each is passed over once."""
+        self._spared.update([page for page in pages if page in self._idle])
+
     def _take(self) -> int:
         if self._free:
             return self._free.popleft()
         page, _ = self._idle.popitem(last=False)
+        while page in self._spared:
+            self._spared.remove(page)
+            self._idle[page] = None
+            page, _ = self._idle.popitem(last=False)
         self._kept.remove(page)
         for other in self._given_away(page) if self._given_away else ():
             self.keep_no_longer(other)

@@ -32,9 +32,10 @@ def yields(priority: int, aside_seconds: float, to_priority: int) -> bool:
 
 @plain
 class YieldingSequence:
-    """A sequence that may be preempted.
+    """A sequence that may be preempted, or a prompt that may lose its pages.
 
     Attributes:
+        slots: Number of its batch or state slots, or of its pages of windows.
         computed: Whether all its KV is in pages. If it is not, a preemption loses the part that was
             computed.
     """
@@ -44,10 +45,11 @@ class YieldingSequence:
     newness: tuple[float, int, int]
     pages: int
     computed: bool = True
+    slots: int = 1
 
 
 def to_preempt(
-    holders: Sized[YieldingSequence], pages: int, sequences: int
+    holders: Sized[YieldingSequence], pages: int, slots: int
 ) -> list[YieldingSequence] | None:
     """Chooses the sequences that are preempted on one rank, lowest priority first.
 
@@ -59,14 +61,14 @@ def to_preempt(
     order.sort(key=lambda one: (one.priority, not one.computed))
     chosen: list[YieldingSequence] = []
     for holder in order:
-        if pages <= 0 and sequences <= 0:
+        if pages <= 0 and slots <= 0:
             break
         chosen.append(holder)
-        pages, sequences = pages - holder.pages, sequences - 1
-    if pages > 0 or sequences > 0:
+        pages, slots = pages - holder.pages, slots - holder.slots
+    if pages > 0 or slots > 0:
         return None
     for holder in reversed(chosen):  # a later choice may suffice alone
-        if pages + holder.pages <= 0 and sequences + 1 <= 0:
+        if pages + holder.pages <= 0 and slots + holder.slots <= 0:
             chosen.remove(holder)
-            pages, sequences = pages + holder.pages, sequences + 1
+            pages, slots = pages + holder.pages, slots + holder.slots
     return chosen

@@ -20,8 +20,6 @@ class Prompt:
     Attributes:
         key: Identifies the prompt on its worker, and owns its pages.
         destination: Decode worker to which the KV is sent; empty if it stays.
-        needs_pages: Number of pages that a prompt to send needs.
-        needs_states: Number of state slots, or of pages of windows, that it needs (`PromptRoom`).
         since: Time from which the prompt counts as waiting, if not from its arrival.
         computes: Whether this mesh computes the uncached tokens. At least one token is then treated
             as uncached.
@@ -51,8 +49,6 @@ class Prompt:
     computes: bool = True
     since: float | None = None
     destination: str = ""
-    needs_pages: int = 0
-    needs_states: int = 0
     chain: Chain = ()
     useful: Chain = ()
     known: tuple[int, ...] = ()
@@ -107,9 +103,6 @@ class Prompt:
     @property
     def known_tokens(self) -> int:
         return max(self.cached, default=0)
-
-    def uncached_tokens(self, rank: int) -> int:
-        return self.tokens - (self.cached[rank] if self.cached else 0)
 
     @property
     def begun(self) -> bool:

@@ -26,6 +26,10 @@ class PromptRoom:
     def available(self, rank: int) -> int:
         return self.windows[rank].available if self.windows else self.states.free_slots(rank)
 
+    def own(self, rank: int, owner: int) -> int:
+        """Returns how many more are available when a prompt releases what it has."""
+        return self.windows[rank].own(owner) if self.windows else int(self.states.on)
+
     def begin_windows(
         self,
         kept: Residency,

@@ -29,6 +29,7 @@ import numpy as np
 
 from jdisagg.config import PrefixConfig
 from jdisagg.messages.kept_blocks import KeptScheme, named_model
+from jdisagg.plain import plain
 from jdisagg.prompt.images import block_content
 from jdisagg.request import Request
 from jdisagg.scheduler.kept_events import KeptEvents
@@ -39,8 +40,6 @@ from jdisagg.scheduler.snapshots import Snapshots, wanted_snapshots
 NAME_BYTES = 32
 
 Chain = tuple[bytes, ...]
-# (name, index in its sequence, pages); later commands may overwrite the pages
-Evicted = Callable[[int, bytes, int, tuple[int, ...]], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +106,18 @@ class BlockNames:
         return self.digest(b"jdisagg kv", request.tenant, request.cache_scope, *adapter)
 
 
+@plain
+class Evicted:
+    """A block that is no longer cached in pages, at this index of its sequence. Commands that are
+    issued next may overwrite the pages. `awaited`: whether a sequence will use it again."""
+
+    rank: int
+    name: bytes
+    index: int
+    pages: tuple[int, ...]
+    awaited: bool
+
+
 class ResidencyTree:
     """The cached blocks of one data-parallel rank. Each block takes `block_pages` pages."""
 
@@ -115,7 +126,7 @@ class ResidencyTree:
         ledger: PageLedger,
         block_pages: int,
         log: KeptLog,
-        evicted: Callable[[bytes, int, tuple[int, ...]], None],
+        evicted: Callable[[bytes, int, tuple[int, ...], bool], None],
         changed: Callable[[bytes, bool], None],  # (name, whether it was added)
         snapshots: Snapshots | None,
     ) -> None:
@@ -151,9 +162,6 @@ class ResidencyTree:
     def held_pages(self, chain: Iterable[bytes]) -> int:
         return sum([self._ledger.references(page) > 0 for page in self.pages(chain)])
 
-    def awaits(self, name: bytes) -> bool:
-        return name in self._awaited
-
     def adopt(self, owner: int, chain: Chain) -> tuple[int, ...]:
         self._awaited.difference_update(chain)
         return self._ledger.adopt(owner, self.pages(chain))
@@ -185,14 +193,17 @@ class ResidencyTree:
     def let_go(self, owner: int, chain: Chain, awaited: bool = False) -> None:
         """Releases the pages of `owner`. The first pages hold the blocks of `chain`, which remain
         cached. If a block is already cached in other pages, those pages stay cached and the owner's
-        pages become free. `awaited`: whether the sequence will use these blocks again."""
+        pages become free. `awaited`: whether the sequence will use these blocks again. They then
+        stay longer than blocks that nobody waits for."""
         self.keep(owner, chain)
         self._ledger.free(owner)
-        if awaited:
-            self._awaited.update(chain[: self.match(chain)])
+        cached = chain[: self.match(chain)]
         # Blocks that were cached before are touched, too, so that a block is evicted after its
         # successors.
-        self._ledger.touch(reversed(self.pages(chain[: self.match(chain)])))
+        self._ledger.touch(reversed(self.pages(cached)))
+        if awaited:
+            self._awaited.update(cached)
+            self._ledger.spare(self.pages(cached))
 
     def by_last_use(self) -> Iterator[tuple[bytes, int, bool]]:
         """Yields (name, index in its sequence, whether an owner holds it) of each block in order of
@@ -221,7 +232,7 @@ class ResidencyTree:
         pages, index = self._blocks.pop(name), self._indices.pop(name)
         if self.snapshots is not None:
             self.snapshots.drop(name)
-        self._evicted(name, index, pages)
+        self._evicted(name, index, pages, name in self._awaited)
         self._awaited.discard(name)
         others = tuple(other for other in pages if other != page)
         for other in others:
@@ -256,7 +267,7 @@ class Residency:
         self._trees = [self._tree(rank) for rank in range(len(ledgers))] if names else []
         self.cut_tokens = names.cut_tokens if names else None
         self._events: KeptEvents | None = None
-        self._on_evicted: Evicted | None = None
+        self._given_up: list[Evicted] = []
         self._guests = 0
         self._holds: dict[int, int] = {}  # ranks of the owners that `hold` made, newest last
         self.epoch = 0  # counts clears; pages filled in an earlier epoch are not cached
@@ -271,9 +282,10 @@ class Residency:
             self.snapshots[rank] if self.snapshots else None,
         )
 
-    def _evicted(self, rank: int, name: bytes, index: int, pages: tuple[int, ...]) -> None:
-        if self._on_evicted is not None:
-            self._on_evicted(rank, name, index, pages)
+    def _evicted(
+        self, rank: int, name: bytes, index: int, pages: tuple[int, ...], awaited: bool
+    ) -> None:
+        self._given_up.append(Evicted(rank, name, index, pages, awaited))
 
     def _changed(self, rank: int, name: bytes, added: bool) -> None:
         if self._events is not None:
@@ -346,15 +358,13 @@ class Residency:
             self.release(owner)
         return owner
 
-    def awaits(self, rank: int, name: bytes) -> bool:
-        """Returns whether a preempted sequence will use this block of a rank again."""
-        return self._trees[rank].awaits(name)
-
-    def on_evicted(self, evicted: Evicted) -> None:
-        """Sets a callback that is called before a block is evicted. Its arguments are the block's
-        rank, name, index in its sequence, and pages. New KV is written to the pages only by later
-        commands, so the callback can still issue a copy."""
-        self._on_evicted = evicted
+    def take_evicted(self) -> list[Evicted]:
+        """Returns the blocks that were evicted for lack of room since the last call. They can still
+        be copied before the next command is issued."""
+        evicted = self._given_up
+        if evicted:
+            self._given_up = []
+        return evicted
 
     def report(self, pending: Callable[[], None]) -> KeptEvents | None:
         """Starts the collection of events about cached blocks, for routers of other projects.
@@ -497,6 +507,7 @@ class Residency:
         Sequences keep their pages. Sequences from an earlier `epoch` must pass an empty chain to
         `let_go`, so that their blocks are not cached."""
         self.epoch += 1
+        self._given_up = [one for one in self._given_up if rank not in (None, one.rank)]
         trees = self._trees if rank is None else self._trees[rank : rank + 1]
         blocks = sum([tree.clear() for tree in trees])
         if rank is None:

@@ -156,12 +156,7 @@ class ChunkTimes:
 
 
 def waiting_pays(
-    times: ChunkTimes,
-    queued: Sequence[int],
-    rank: int | None,
-    leader_tokens: int,
-    tokens: int,
-    common_tokens: int,
+    times: ChunkTimes, queued: Sequence[int], rank: int, tokens: int, common_tokens: int
 ) -> bool:
     """Returns whether a prompt is computed sooner if it waits for the common blocks of its leader.
 
@@ -169,13 +164,8 @@ def waiting_pays(
     prompts before it. If it waits, its first chunk begins after the leader's last.
 
     Args:
-        queued: For each rank, the number of tokens that are computed before the prompt. If `rank`
-            is None, the leader's tokens are not included.
-        rank: Rank of the leader; None if the leader has no pages yet.
+        queued: For each rank, the number of tokens that are computed before the prompt.
+        rank: Rank of the leader.
     """
-    ahead = list(queued)
-    if rank is None:
-        rank = ahead.index(min(ahead))
-        ahead[rank] += leader_tokens
-    alone = min([times.seconds(before + tokens) for before in ahead])
-    return times.seconds(ahead[rank]) + times.seconds(tokens - common_tokens) < alone
+    alone = min([times.seconds(before + tokens) for before in queued])
+    return times.seconds(queued[rank]) + times.seconds(tokens - common_tokens) < alone

@@ -13,6 +13,8 @@ import heapq
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+from jdisagg.plain import plain
+
 SPARE_ENTRIES = 64  # heap entries beyond twice the snapshots before outdated ones are removed
 
 
@@ -39,6 +41,15 @@ class Pending:
     share: float = 1.0
 
 
+@plain
+class EvictedSnapshot:
+    """A snapshot after `tokens` tokens, and where it was (`Snapshots.place`)."""
+
+    name: bytes
+    tokens: int
+    place: tuple[int, ...]
+
+
 class Snapshots:
     """The snapshots of one rank.
 
@@ -55,7 +66,7 @@ class Snapshots:
         # heap of (value, name) of kept snapshots; it may have outdated entries
         self._order: list[tuple[float, bytes]] = []
         self.made = self.used = self.evicted = 0
-        self._evicted: Callable[[bytes, int], None] | None = None
+        self._given_up: list[EvictedSnapshot] = []
 
     def __len__(self) -> int:
         return len(self._kept)
@@ -66,10 +77,13 @@ class Snapshots:
     def __iter__(self) -> Iterator[bytes]:
         return iter(self._kept)
 
-    def on_evicted(self, evicted: Callable[[bytes, int], None]) -> None:
-        """Sets a function that is called with the name and tokens of a snapshot before it is
-        overwritten, if a prompt ended or branched at the snapshot, or continued from it."""
-        self._evicted = evicted
+    def take_evicted(self) -> list[EvictedSnapshot]:
+        """Returns the snapshots that were evicted since the last call, if a prompt ended, branched
+        or continued at them. They can still be copied before the next command is issued."""
+        evicted = self._given_up
+        if evicted:
+            self._given_up = []
+        return evicted
 
     @property
     def free(self) -> int:
@@ -167,8 +181,8 @@ class Snapshots:
     def drop(self, name: bytes) -> None:
         found = self._kept.get(name)
         if found is not None:
-            if self._evicted is not None and found.share == 1.0:
-                self._evicted(name, found.tokens)
+            if found.share == 1.0:
+                self._given_up.append(EvictedSnapshot(name, found.tokens, self.place(name)))
             del self._kept[name]
             self._give_back(found.slot)
             self.evicted += 1
@@ -176,6 +190,7 @@ class Snapshots:
     def clear(self) -> None:
         for one in self._kept.values():
             self._give_back(one.slot)
+        self._given_up.clear()
         self._kept.clear()
         self._order.clear()
 

@@ -134,6 +134,10 @@ class WindowPages:
         self._record(owner, table, pages)
         return table
 
+    def own(self, owner: int) -> int:
+        """Returns the number of an owner's pages that no other sequence or restore uses."""
+        return sum([self._used[page] == 1 for page in self._held.get(owner, ())])
+
     def repeats(self, owner: int) -> bool:
         """Returns whether an owner's page table repeats pages. If it does, only the wanted windows
         can be cached."""

@@ -3,20 +3,27 @@
 In modes CHUNKED and UNIFIED the mesh computes prompts itself. In mode DISAGGREGATED it receives
 their KV from prefill workers. It may still compute prompts with few uncached tokens
 (`MeshLimits.append_buckets`). Cached blocks in slower tiers are restored to reserved pages
-(`KvSources.fill`). `scheduler/step_policy.py` chooses the next command;
-`scheduler/reservations.py` and `decode_batches.py` assign pages and slots. Other decode workers
+(`KvSources.fill`). Other decode workers
 take over running sequences through `PeerPort`, and other workers fetch cached blocks. If a source
-of KV fails, the reservation waits for another source. `_settle` runs after each change of state."""
+of KV fails, the reservation waits for another source. After each change of state the loop takes a
+turn (`scheduler/turn.py`)."""
 
 import asyncio
 import contextlib
-import time
 from collections.abc import AsyncIterator
+from dataclasses import replace
 
 import msgspec
 
+from jdisagg.clock import within
 from jdisagg.config import InstanceConfig, LimitsConfig, Mode
-from jdisagg.errors import BrokenModelError, HandoffError, JdisaggError, UnavailableError
+from jdisagg.errors import (
+    BrokenModelError,
+    DeadlineExceededError,
+    HandoffError,
+    JdisaggError,
+    UnavailableError,
+)
 from jdisagg.messages.ports import (
     FetchCall,
     FetchReply,
@@ -29,9 +36,6 @@ from jdisagg.messages.ports import (
     Span,
 )
 from jdisagg.messages.step_commands import (
-    BROKEN_TOKEN,
-    STUCK_TOKEN,
-    CopyPages,
     DecodeResult,
     DecodeSteps,
     PrefillChunk,
@@ -42,26 +46,26 @@ from jdisagg.messages.step_commands import (
 )
 from jdisagg.messages.worker_status import WorkerRole, WorkerStatus
 from jdisagg.request import FinishReason, Request
-from jdisagg.scheduler.decode_batches import DecodeBatches
-from jdisagg.scheduler.executor import Executor, InterruptibleExecutor
+from jdisagg.scheduler.executor import Executor
 from jdisagg.scheduler.handoff import HandoffEvent, HandoffState
 from jdisagg.scheduler.prompt import Prompt
-from jdisagg.scheduler.reservations import Reservations
-from jdisagg.scheduler.sequences import SequenceGroup, Stage
-from jdisagg.scheduler.step_policy import Action, StepSnapshot, next_step
+from jdisagg.scheduler.prompts import check_queue
+from jdisagg.scheduler.sequences import ChildProgress, SequenceGroup, Stage
+from jdisagg.scheduler.turn import Facts, Turn
 from jdisagg.worker.incoming_handoff import Received
 from jdisagg.worker.incoming_kv import IncomingKv
-from jdisagg.worker.kv_sources import RestoredBlocks, RestoreQuery
+from jdisagg.worker.kv_sources import RestoredBlocks
 from jdisagg.worker.mesh_worker import MeshWorker, WorkerContext
 from jdisagg.worker.migration import MigrationSender
-from jdisagg.worker.mixed_steps import MixedSteps
 from jdisagg.worker.outgoing_kv import OutgoingHandoff
-from jdisagg.worker.page_requests import PageRequests, overdue_error
 from jdisagg.worker.peers import PeerResolver
 from jdisagg.worker.span_stream import SpanStream
-from jdisagg.worker.yields import Yields
 
 MOST_MOVES = 3
+_OVERDUE = {
+    HandoffState.RESERVED: "its lease passed before generate took it over",
+    HandoffState.ORPHANED: "its source failed, and its lease passed before another came",
+}
 
 
 class DecodeWorker(MeshWorker):
@@ -77,24 +81,11 @@ class DecodeWorker(MeshWorker):
         mode: Mode = Mode.DISAGGREGATED,
         fetches: bool = False,
     ) -> None:
-        self._computes = computes = mode is not Mode.DISAGGREGATED
-        role = WorkerRole.MIXED if computes else WorkerRole.DECODE
+        role = WorkerRole.DECODE if mode is Mode.DISAGGREGATED else WorkerRole.MIXED
         super().__init__(role, context, executor, config, limits, peers if fetches else None)
-        mesh, counters = executor.limits, self.counters
-        self._interruptible = executor if isinstance(executor, InterruptibleExecutor) else None
-        state = self._state
-        self._reservations = Reservations(state, config.growth_tokens, config.ahead_sequences)
-        self._batches = DecodeBatches.of(
-            state, config, self._interruptible is not None, time.thread_time
-        )
-        can_prefill = computes or mesh.append_buckets
-        self._chunk_tokens = mesh.computed.chunk_buckets[-1] if can_prefill else 0
-        self._alternates = mesh.pack_tokens is None
-        self._prefilled_last = False
-        self._mixed = MixedSteps(state, self._batches, self._prompts, counters)
-        self._requests = PageRequests(
-            context.name, self._reservations, config.queue_limit, self._drop
-        )
+        self._computes = role is WorkerRole.MIXED
+        state, counters = self._state, self.counters
+        self._granting: dict[int, asyncio.Future[SequenceGroup]] = {}  # by the key of the prompt
         self._streams: dict[int, SpanStream] = {}
         timeouts = limits.timeouts.handoff
         self._peers = self._connect(peers, config.codec)
@@ -102,45 +93,36 @@ class DecodeWorker(MeshWorker):
         self._migration = MigrationSender(
             state, self._outgoing, self._loop, context.ids, timeouts, counters
         )
-        self._yields = Yields(state, self._batches, self._reservations, self._migration, counters)
-
-    def _may_take(self, rank: int, pages: int) -> bool:
-        return self._reservations.spares(rank, pages)
 
     # ---- the loop
 
-    def _plan(self, step: int) -> StepCommand | None:
-        command = None if self._span_goes_on() else self._next_command(step)
-        while self._state.cut:
-            self._given.cut(self._state.cut.pop())
-        if self._state.news:
-            self._settle()
-        return command
+    def _carry_out(self, turn: Turn) -> StepCommand | None:
+        if turn.yielded:
+            self.counters.add("sequences_yielded", turn.yielded)
+        for owner in turn.cut:
+            self._given.cut(owner)
+        for group in turn.groups:
+            self._streams[group.key] = SpanStream(group, self._hello.weights)
+            granted = self._granting.pop(group.key)
+            if not granted.done():  # otherwise the call has been given up
+                granted.set_result(group)
+        if self._report(turn.news):
+            self._loop.wake()  # others may get what became free
+        if turn.interrupt and self._interruptible is not None:
+            self._interruptible.interrupt()
+        return turn.command
 
-    def _next_command(self, step: int) -> StepCommand | None:
-        snapshot = self._snapshot()
-        decision = next_step(snapshot)
-        match decision.action:
-            case Action.WAIT:
-                return None
-            case Action.INTERRUPT:
-                assert self._interruptible is not None, "only there spans are in flight"
-                self._interruptible.interrupt()
-                return None
-            case Action.PREFILL:
-                self._prefilled_last = True
-                return self._prompts.next_chunk(step)
-            case Action.DECODE | Action.MIXED:
-                drafts = not snapshot.mixes
-                steps = self._batches.next_step(step, decision.quiet, drafts)
-                if snapshots := self._batches.take_snapshots():
-                    self._loop.fire(CopyPages(self._loop.next_number(), (), snapshots))
-                if steps is None and snapshot.prompts_queued:
-                    return self._prompts.next_chunk(step)
-                self._prefilled_last = False
-                if steps is None or not decision.chunk_tokens:
-                    return steps
-                return self._mixed.joined(steps, decision.chunk_tokens)
+    def _facts(self, step: int | None) -> Facts:
+        spans, loop = self._interruptible is not None, self._loop
+        newest = loop.newest(DecodeSteps) if step is not None else 0
+        return Facts(
+            step,
+            self._clock.now() + self._limits.reservation_lease_seconds,
+            newest > 0,
+            loop.in_flight(PrefillChunk),
+            not spans and step is not None and self._incoming.arriving,
+            not spans and newest > 0 and self._incoming.completing_before(newest),
+        )
 
     def _apply(self, command: StepCommand, result: StepResult) -> None:
         if isinstance(command, PrefillChunk):
@@ -150,13 +132,19 @@ class DecodeWorker(MeshWorker):
             assert isinstance(command, DecodeSteps) and isinstance(result, DecodeResult)
             if command.chunk is not None and result.chunk is not None:
                 self._apply_chunk(command.chunk, result.chunk)
-            for group, token in self._batches.apply(result, self._loop.took):
+            for group, token in self._scheduler.batches.apply(result, self._loop.took):
                 self.fail(group, self._unchosen(group.request, token))
-            self._mixed.ended(command, self._loop.took)
-        if self._chunk_tokens:
-            self._prompts.step_ended()
+            self._count_drafts()
+        self._scheduler.ended(command, self._loop.took)
         self._migration.poke()
-        self._settle()
+
+    def _count_drafts(self) -> None:
+        every = self._scheduler.batches.forced_tokens
+        if every and (forced := every - self.counters["forced_tokens"]):
+            self.counters.add("forced_tokens", forced)
+        for source, drafted, accepted in self._scheduler.batches.take_drafts():
+            self.counters.add("drafted_tokens", drafted, source=source)
+            self.counters.add("accepted_tokens", accepted, source=source)
 
     def _prefilled(self, key: int, firsts: list[SampledToken]) -> None:
         group, stream = self._state.groups.get(key), self._streams.get(key)
@@ -165,64 +153,25 @@ class DecodeWorker(MeshWorker):
         if group is not None:
             self._join(group, tuple(firsts))
 
-    def _settle(self) -> None:
-        lease_until = self._clock.now() + self._limits.reservation_lease_seconds
-        serves = self._loop.failure is None
-        if serves and (self._state.ready or self._reservations.queue):
-            for group in self._yields.make_room(lease_until):
-                self._granted(group)
-        for progress in self._state.take_news() if self._state.news else ():
+    def _report(self, news: list[ChildProgress]) -> bool:
+        """Returns whether a group has ended. Nothing more is written to its pages then."""
+        ended = False
+        for progress in news:
             key = progress.group_key
             if (stream := self._streams.get(key)) is not None:
                 stream.put(progress)
             if key not in self._state.groups:
+                ended = True
                 self._adapters.poke()
                 self._incoming.forget(key, "the receiver gave the sequence up")
                 self._migration.abort(key, "the sequence has ended")
                 self._prompts.forget(key)
                 self._sources.let_go(key)
-        for group in self._reservations.grant(lease_until) if serves else ():
-            self._granted(group)
-        if not self._span_goes_on():
-            self._loop.wake()
-        self._quiet.set()
+        return ended
 
-    def _granted(self, group: SequenceGroup) -> None:
-        self._streams[group.key] = SpanStream(group, self._hello.weights)
-        if group.computes:
-            slot = self._state.states.slot(group.rank, group.key)
-            self._continue_from(group.rank, group.chain, group.cached_tokens, slot)
-        self._requests.grant(group)
-
-    def _span_goes_on(self) -> bool:
-        return (
-            self._interruptible is not None
-            and self._loop.runs(DecodeSteps)
-            and not (self._chunk_tokens and self._prompts)
-            and not self._batches.interrupting()
-        )
-
-    def _snapshot(self) -> StepSnapshot:
-        """To save time, omits fields that the policy does not read."""
-        prompts = self._chunk_tokens > 0 and bool(self._prompts)
-        spans = self._interruptible is not None
-        newest = self._loop.newest(DecodeSteps)
-        if spans and newest:
-            return StepSnapshot(
-                interruptible=True,
-                prompts_queued=prompts,
-                span_in_flight=True,
-                span_blocks=not prompts and self._batches.interrupting(),
-            )
-        snapshot = StepSnapshot(
-            interruptible=spans,
-            prompts_queued=prompts,
-            steps_turn=self._prefilled_last and self._alternates,
-            kv_arriving=not spans and self._incoming.arriving,
-            joining=(newest > 0 and self._incoming.completing_before(newest))
-            or (not self._alternates and self._loop.in_flight(PrefillChunk)),
-        )
-        return self._mixed.seen(snapshot)
+    def _end(self, group: SequenceGroup, preempted: bool = False, awaited: bool = False) -> None:
+        self._state.end_group(group, preempted, awaited=awaited)
+        self._report(self._state.take_news())
 
     # ---- reservations
 
@@ -230,6 +179,8 @@ class DecodeWorker(MeshWorker):
         arrival = self._clock.now() - call.age_seconds
         await self._compiled(call.request, call.deadline_seconds)
         async with self._adapters.held(call.request, call.deadline_seconds):
+            if len(self._granting) >= self._config.queue_limit:
+                await asyncio.sleep(0)  # the turn that is due may grant some
             self._take(call)
             prompt = Prompt(
                 self._state.new_key(),
@@ -241,14 +192,15 @@ class DecodeWorker(MeshWorker):
             )
             if call.aside_seconds is not None:
                 prompt.since = arrival + max(0.0, call.age_seconds - call.aside_seconds)
-            ticket, granted = prompt.key, self._requests.open(prompt)
+            key = prompt.key
+            self._granting[key] = asyncio.get_running_loop().create_future()
             self._prompts.begin(prompt, named=not call.whole, shared=self._computes)
             self._seek(prompt)
-            self._settle()
+            self._loop.wake()
             began = self._clock.now()
-            group = await self._requests.wait(ticket, granted, call.deadline_seconds)
+            group = await self._granted(key, call.deadline_seconds)
         if not group.alive:
-            raise self._not_held(ticket, call.attempt)
+            raise self._not_held(key, call.attempt)
         if call.aside_seconds is not None:
             for child in group.alive:
                 child.aside_seconds = call.aside_seconds + self._clock.now() - began
@@ -256,10 +208,24 @@ class DecodeWorker(MeshWorker):
         try:
             restored = await self._restore(group, prompt, call)
         except BaseException:
-            self._drop(ticket)
+            self._drop(key)
             raise
         self._count_reuse(prompt, group.rank, group.cached_tokens, restored)
         return self._reserved(group, restored)
+
+    async def _granted(self, key: int, seconds: float) -> SequenceGroup:
+        try:
+            return await within(self._granting[key], seconds)
+        except BaseException as error:
+            self._admission.withdraw(key)
+            self._granting.pop(key, None)
+            self._drop(key)
+            if isinstance(error, TimeoutError):
+                raise DeadlineExceededError(
+                    f"worker {self.name!r} had no free pages for the request within its"
+                    f" {seconds:g} s"
+                ) from None
+            raise
 
     async def _restore(
         self, group: SequenceGroup, prompt: Prompt, call: ReserveCall
@@ -268,11 +234,11 @@ class DecodeWorker(MeshWorker):
         restored, known = RestoredBlocks(kept.block_tokens), [0] * self._mesh.ranks
         if prompt.useful:
             known[rank] = group.cached_tokens // kept.block_tokens
-            hinted = min(call.peer_tokens, prompt.most_known)
             # a prefill worker would have to compute the accepted tokens before it sends their KV
             computes = prompt.computes or call.children[0].accepted
             instead = "compute" if computes else "receive"
-            query = RestoreQuery(prompt.useful, tuple(known), 0, call.peer, hinted, rank, instead)
+            query = self._query(prompt, call)
+            query = replace(query, known=tuple(known), only=rank, instead=instead)
             pages = self._state.ledgers[rank].pages(group.key)
             blocks = await self._sources.fill(query, group.key, pages, restored)
             usable = kept.usable_tokens(blocks * kept.block_tokens, prompt.computes)
@@ -285,13 +251,8 @@ class DecodeWorker(MeshWorker):
             stream.lease_until = group.handoff.deadline
 
     def _seek(self, prompt: Prompt) -> None:
-        if not self._prompts.follows(prompt):
-            self._requests.enqueue(prompt)
-
-    def _released(self, prompt: Prompt) -> None:
-        self._seek(prompt)
-        # deferred, because a step may be being planned
-        asyncio.get_running_loop().call_soon(self._settle)
+        if not self._prompts.follows(prompt) and prompt.key in self._granting:
+            self._admission.enqueue(prompt)
 
     def _reserved(self, group: SequenceGroup, restored: RestoredBlocks) -> Reservation:
         key, cached = group.key, group.cached_tokens
@@ -309,9 +270,21 @@ class DecodeWorker(MeshWorker):
             if group.attempt < call.attempt and indices & {child.child for child in group.alive}:
                 self.counters.add("attempts_superseded")
                 self.fail(group, HandoffError(f"attempt {group.attempt} {later}"))
-        if ended := self._requests.supersede(call.request, indices, call.attempt):
-            self.counters.add("attempts_superseded", ended)
-        self._requests.check(call)
+        for prompt in [self._prompts[key] for key in self._granting]:
+            same = prompt.request.identity == call.request.identity
+            children = {child.index for child in prompt.children}
+            if same and prompt.attempt < call.attempt and indices & children:
+                self.counters.add("attempts_superseded")
+                self._refuse(prompt.key, HandoffError(f"attempt {prompt.attempt} {later}"))
+        self._admission.check(call.request, call.children)
+        waiting = [self._prompts[key] for key in self._granting]
+        check_queue(self.name, waiting, call.request.priority, self._config.queue_limit)
+
+    def _refuse(self, key: int, error: JdisaggError) -> None:
+        self._admission.withdraw(key)
+        granted = self._granting.pop(key)
+        if not granted.done():
+            granted.set_exception(error)
 
     # ---- sequences
 
@@ -348,15 +321,18 @@ class DecodeWorker(MeshWorker):
             raise self._not_held(call.reservation_id, call.attempt)
         return self._incoming.replace_source(group, call.source, call.firsts)
 
-    async def cancel(self, reservation_id: int, child: int | None = None) -> None:
+    async def cancel(
+        self, reservation_id: int, child: int | None = None, awaited: bool = False
+    ) -> None:
         group = self._state.groups.get(reservation_id)
         if child is None:
-            self._drop(reservation_id)
+            self._drop(reservation_id, awaited)
         elif group is not None:
             for sequence in group.alive:
                 if sequence.child == child:
                     self._state.end_child(sequence, FinishReason.CANCELLED)
-        self._settle()
+            self._report(self._state.take_news())
+        self._loop.wake()
 
     def migrate_out(self, reservation_id: int) -> bool:
         """Offers a running sequence to other decode workers. Until one of them has taken it over,
@@ -387,7 +363,7 @@ class DecodeWorker(MeshWorker):
         if not self._computes:
             self.counters.add("prompts_appended")
             self.counters.add("tokens_appended", len(group.known_tokens) - cached)
-        self._settle()
+        self._loop.wake()
 
     def kv_complete(self, group: SequenceGroup, received: Received) -> None:
         stream = self._streams[group.key]
@@ -405,32 +381,30 @@ class DecodeWorker(MeshWorker):
                 for first in received.firsts
             ]
             self._join(group, tuple(firsts))
-        elif not self._batches.take_over(group, received.moved, group.until):
+        elif not self._scheduler.batches.take_over(group, received.moved, group.until):
             text = f"worker {self.name!r} cannot go on with the sequence that moved to it"
             self.fail(group, HandoffError(text))
-        self._settle()
+        self._loop.wake()
 
     def kv_lost(self, group: SequenceGroup, lost: SourceLost) -> None:
         self._streams[group.key].announce(lost=lost)
 
     def _join(self, group: SequenceGroup, firsts: tuple[SampledToken, ...]) -> None:
-        for first in firsts:
-            if first.token in (BROKEN_TOKEN, STUCK_TOKEN):
-                return self.fail(group, self._unchosen(group.request, first.token))
-        copies = self._batches.ready(
+        if error := self._unsampled(group.request, firsts):
+            return self.fail(group, error)
+        copies = self._scheduler.batches.ready(
             group, firsts, self._loop.next_number(), group.handoff.deadline
         )
         if copies is not None:
             self._loop.fire(copies)
 
-    def _drop(self, reservation_id: int) -> None:
+    def _drop(self, reservation_id: int, awaited: bool = False) -> None:
         group = self._state.groups.get(reservation_id)
         if group is not None:
-            self._state.end_group(group)
-        if group is not None or reservation_id not in self._streams:
-            self._settle()  # pages may be free, or the queue may have another first request
+            self._end(group, awaited=awaited)
         self._prompts.forget(reservation_id)
         self._streams.pop(reservation_id, None)
+        self._loop.wake()  # pages may be free, or the queue may have another first request
         self._quiet.set()
 
     def fail(self, group: SequenceGroup, error: JdisaggError) -> None:
@@ -440,18 +414,14 @@ class DecodeWorker(MeshWorker):
         if stream is not None:
             stream.fail(error)
         if group.key in self._state.groups:
-            self._state.end_group(group)
-        self._settle()
+            self._end(group)
+        self._loop.wake()
+        self._quiet.set()
 
     # ---- the worker
 
     def _requests_running(self) -> list[Request]:
         return [group.request for group in self._state.groups.values()]
-
-    async def stop(self) -> None:
-        await super().stop()
-        self._incoming.stop()
-        await self._calls.stop()
 
     async def acknowledge(self, handoff_id: int, offer_ids: tuple[int, ...]) -> None:
         await super().acknowledge(handoff_id, offer_ids)
@@ -464,14 +434,13 @@ class DecodeWorker(MeshWorker):
         return await super().fetch(call)
 
     def _sent(self, handoff: OutgoingHandoff, error: JdisaggError | None) -> None:
-        if self._given.ended(handoff.sequence):
-            # deferred, because the hand-off may have lost its pages while a step was being planned
-            asyncio.get_running_loop().call_soon(self._settle)
-        elif self._migration.ended(handoff.sequence, error):
-            self._settle()
+        if not self._given.ended(handoff.sequence):
+            self._migration.ended(handoff.sequence, error)
+        self._loop.wake()
+        self._quiet.set()
 
     def _busy(self) -> bool:
-        others = len(self._given) + len(self._requests)
+        others = len(self._given) + len(self._granting)
         return bool(self._state.groups or self._streams or others)
 
     def _hand_on(self) -> None:
@@ -481,29 +450,31 @@ class DecodeWorker(MeshWorker):
                 stream.moves += self.migrate_out(key)
 
     def _end_everything(self, error: UnavailableError) -> None:
-        self._requests.end_all(error)
+        for key in list(self._granting):
+            self._refuse(key, UnavailableError(error.message))
         for group in list(self._state.groups.values()):
             self.fail(group, UnavailableError(error.message))
+        self._incoming.stop()
         self._outgoing.end_all(error)
 
     def _sweep(self, now: float) -> None:
         for group in self._state.overdue(now):
             self.counters.add("leases_expired")
-            self.fail(group, overdue_error(group))
+            self.fail(group, _overdue(group))
         for key, stream in list(self._streams.items()):
             if not stream.taken and stream.lease_until < now:
                 del self._streams[key]
         super()._sweep(now)
         self._peers.sweep(now, self._incoming.senders())
-        self._settle()
+        self._loop.wake()
+        self._quiet.set()
 
     def _end_old(self, keep: bool) -> None:
         self._prompts.rename()
         for group in list(self._state.groups.values()):
             if not keep or any(child.stage is Stage.RESERVED for child in group.alive):
-                self._migration.abort(group.key, "the weights changed")
-                self._state.end_group(group, preempted=True)
-        self._settle()
+                self._end(group, preempted=True)
+        self._loop.wake()
         for stream in self._streams.values():
             stream.weights = self._hello.weights
 
@@ -517,11 +488,15 @@ class DecodeWorker(MeshWorker):
             reserved_pages=state.reserved_pages(),
             rank_sequences=tuple(state.living),
             rank_contexts=state.contexts(),
-            waiting=len(self._reservations),
             handoffs=len(self._incoming) + len(self._outgoing),
-            can_prefill=self._chunk_tokens > 0,
-            chunk_tokens=self._chunk_tokens,
             drafted_tokens=self.counters["drafted_tokens"],
             accepted_tokens=self.counters["accepted_tokens"],
-            priorities=self._loads(self._reservations.priorities()),
         )
+
+
+def _overdue(group: SequenceGroup) -> JdisaggError:
+    if reason := _OVERDUE.get(group.handoff.state):
+        return HandoffError(f"reservation {group.key}: {reason}")
+    return DeadlineExceededError(
+        "the request's deadline passed while its tokens were being generated"
+    )

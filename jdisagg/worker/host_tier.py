@@ -2,11 +2,11 @@
 reused, and restores them. Blocks of preempted sequences are copied in any case, others only if
 enough blocks are requested again (`AskedAgain`).
 
-The copy is queued on the mesh when the pages get another owner, so it runs before any command that
-overwrites the pages. If a checksum differs, the block is dropped and counts as a miss."""
+The copy is queued on the mesh before the next command after the pages got another owner, so it runs
+before any command that overwrites the pages. If a checksum differs, the block is dropped and counts
+as a miss."""
 
 import asyncio
-import functools
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -26,7 +26,8 @@ from jdisagg.scheduler.host_blocks import (
     TierRoom,
 )
 from jdisagg.scheduler.prices import Prices
-from jdisagg.scheduler.residency import Chain, Residency
+from jdisagg.scheduler.residency import Chain, Evicted, Residency
+from jdisagg.scheduler.snapshots import EvictedSnapshot
 from jdisagg.telemetry import Counters
 from jdisagg.worker.background import BackgroundTasks
 from jdisagg.worker.host_pieces import HostPieces
@@ -86,9 +87,6 @@ class HostTier(KvSource):
         if self.on:
             # The key is the same in the next run of the worker, which reads the blocks on disk.
             key = int.from_bytes(kept.digest(b"jdisagg sums")[:8], "little") >> 1
-            kept.on_evicted(self._evicted)
-            for rank, snapshots in enumerate(kept.snapshots):
-                snapshots.on_evicted(functools.partial(self._snapshot_evicted, rank))
         self._pieces = HostPieces(loop, limits.page_size, key)
 
     def bytes_of_snapshots(self, room_bytes: int) -> int:
@@ -137,20 +135,37 @@ class HostTier(KvSource):
 
     # ---- copying out
 
-    def _evicted(self, rank: int, name: bytes, index: int, pages: tuple[int, ...]) -> None:
-        self._asked.evicted(name)
-        if self._kept.awaits(rank, name):
-            self._copy_out(rank, name, index, pages, MOST_WRITING)
-        elif self._asked.worth_copying:
-            self._copy_out(rank, name, index, pages, self._most_writing)
-        elif name not in self.blocks:
-            self._counters.add("host_blocks_declined")
+    def copy_evicted(self) -> None:
+        """Copies what was evicted from pages. Must be called before the next command is issued. If
+        not all blocks can be copied, those are that are nearest to the start of their sequences,
+        because a block is of use only after all blocks before it. They are copied last, so that
+        they also stay longer."""
+        evicted = self._kept.take_evicted()
+        for rank, snapshots in enumerate(self._kept.snapshots):
+            for gone in snapshots.take_evicted():
+                self._snapshot_evicted(rank, gone)
+        if not evicted or not self.on:
+            return
+        chosen: list[tuple[Evicted, int]] = []
+        places, writing = {True: MOST_WRITING, False: self._most_writing}, self.blocks.writing
+        for one in sorted(evicted, key=lambda one: (not one.awaited, one.index)):
+            self._asked.evicted(one.name)
+            if one.name in self.blocks:
+                continue
+            if not one.awaited and not self._asked.worth_copying:
+                self._counters.add("host_blocks_declined")
+            elif writing + len(chosen) < places[one.awaited]:
+                chosen.append((one, places[one.awaited]))
+            else:
+                self._counters.add("host_blocks_skipped")
+        for one, most_writing in reversed(chosen):
+            self._copy_out(one.rank, one.name, one.index, one.pages, most_writing)
 
-    def _snapshot_evicted(self, rank: int, name: bytes, tokens: int) -> None:
-        self._snapshots_asked.evicted(name)
+    def _snapshot_evicted(self, rank: int, gone: EvictedSnapshot) -> None:
+        self._snapshots_asked.evicted(gone.name)
         if self._snapshots_asked.worth_copying:
-            self._copy_snapshot(rank, name)
-        elif name not in self.snapshots:
+            self._copy_snapshot(rank, gone)
+        elif gone.name not in self.snapshots:
             self._counters.add("host_snapshots_declined")
 
     def _copy_out(
@@ -171,19 +186,19 @@ class HostTier(KvSource):
         task = self._copies[name] = self._tasks.spawn(self._write(block, copies))
         task.add_done_callback(lambda _: self._copied_out(name, task))
 
-    def _copy_snapshot(self, rank: int, name: bytes) -> None:
+    def _copy_snapshot(self, rank: int, gone: EvictedSnapshot) -> None:
         """The copy is queued on the mesh, so the snapshot may be overwritten by later commands."""
-        snapshots, kept = self.snapshots, self._kept.snapshots[rank]
+        snapshots, name = self.snapshots, gone.name
         if self._loop.failure is not None or name in snapshots or not snapshots.capacity:
             return
         if snapshots.writing >= MOST_SNAPSHOTS_WRITING:
             self._counters.add("host_snapshots_skipped")
             return
-        offers = snapshot_offers(self._limits, rank, kept.tokens(name), self._ids)
-        snapshot, gone = snapshots.begin(name, tuple(map(HostPiece, offers)))
-        self._release(gone)
+        offers = snapshot_offers(self._limits, rank, gone.tokens, self._ids)
+        snapshot, dropped = snapshots.begin(name, tuple(map(HostPiece, offers)))
+        self._release(dropped)
         if snapshot is not None:
-            copies = [self._pieces.copy_out(offer, kept.place(name)) for offer in offers]
+            copies = [self._pieces.copy_out(offer, gone.place) for offer in offers]
             task = self._tasks.spawn(self._write_snapshot(snapshot, copies))
             self._snapshot_copies[name] = task
             task.add_done_callback(lambda _: self._snapshot_copies.pop(name, None))
@@ -205,7 +220,7 @@ class HostTier(KvSource):
     async def copied_snapshot(self, rank: int, name: bytes) -> HostBlock | None:
         kept = self._kept.snapshots[rank]
         if name in kept:
-            self._copy_snapshot(rank, name)
+            self._copy_snapshot(rank, EvictedSnapshot(name, kept.tokens(name), kept.place(name)))
         if (task := self._snapshot_copies.get(name)) is not None:
             await asyncio.wait({task})
         return self.snapshots.arrived(name)

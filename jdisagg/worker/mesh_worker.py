@@ -7,8 +7,8 @@ sees a consistent state. A background task periodically ends expired leases and 
 hangs."""
 
 import asyncio
+import time
 from abc import ABC, abstractmethod
-from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
@@ -26,8 +26,17 @@ from jdisagg.errors import (
 )
 from jdisagg.grammar.compiler import GrammarCompiler
 from jdisagg.messages.kept_blocks import KeptMark, KeptNews, KeptScheme
-from jdisagg.messages.ports import Child, FetchCall, FetchReply, PeerHello, PeerMessage
+from jdisagg.messages.ports import (
+    Child,
+    FetchCall,
+    FetchReply,
+    PeerHello,
+    PeerMessage,
+    PrefillCall,
+    ReserveCall,
+)
 from jdisagg.messages.step_commands import (
+    BROKEN_TOKEN,
     STUCK_TOKEN,
     CopyPages,
     PrefillChunk,
@@ -36,33 +45,28 @@ from jdisagg.messages.step_commands import (
     StepCommand,
     StepResult,
 )
-from jdisagg.messages.worker_status import (
-    KeptTier,
-    LinkTimes,
-    PriorityLoad,
-    WorkerRole,
-    WorkerStatus,
-)
-from jdisagg.request import Identity, Request
+from jdisagg.messages.worker_status import LinkTimes, PriorityLoad, WorkerRole, WorkerStatus
+from jdisagg.request import Request
+from jdisagg.scheduler.attempts import Attempts
 from jdisagg.scheduler.decode_state import DecodeState
-from jdisagg.scheduler.executor import Executor
+from jdisagg.scheduler.executor import Executor, InterruptibleExecutor
 from jdisagg.scheduler.host_blocks import MOST_WRITING, MOST_WRITING_OF_DECODE, TierRoom
 from jdisagg.scheduler.kept_events import KeptEvents
-from jdisagg.scheduler.kept_view import KeptBlock, kept_blocks
+from jdisagg.scheduler.kept_view import KeptBlock, kept_blocks, kept_tiers
 from jdisagg.scheduler.prices import Prices
 from jdisagg.scheduler.prompt import Prompt
-from jdisagg.scheduler.residency import BlockNames, Chain
+from jdisagg.scheduler.residency import BlockNames
+from jdisagg.scheduler.turn import Facts, Scheduler, Turn
 from jdisagg.telemetry import Counters
 from jdisagg.worker.adapter_loads import AdapterLoads
 from jdisagg.worker.background import SideCalls
 from jdisagg.worker.disk_tier import DiskTier
 from jdisagg.worker.given_kv import GivenKv
 from jdisagg.worker.host_tier import HostTier
-from jdisagg.worker.kv_sources import KvSource, KvSources, RestoredBlocks
+from jdisagg.worker.kv_sources import KvSource, KvSources, RestoredBlocks, RestoreQuery
 from jdisagg.worker.outgoing_kv import OutgoingHandoff, OutgoingKv
 from jdisagg.worker.peer_fetch import PeerFetch
 from jdisagg.worker.peers import PeerResolver, Peers, hello_of
-from jdisagg.worker.prompts import Prompts
 from jdisagg.worker.step_loop import DEPTH, StepLoop
 from jdisagg.worker.weights_updates import ServedWeights, WeightsUpdates
 
@@ -135,7 +139,13 @@ class MeshWorker(ABC):
         # of prefills alone, one chunk per stage, and one in the queue
         depth = DEPTH if decodes else executor.limits.stages + 1
         self._loop = StepLoop(
-            executor, self._plan, self._apply, self._break_down, context.clock.now, depth
+            executor,
+            self._turn,
+            self._apply,
+            self._break_down,
+            context.clock.now,
+            depth,
+            before=lambda: self._host.copy_evicted(),
         )
         self._connections: list[Peers] = []
         self._calls = SideCalls(self.counters, limits.timeouts.handoff)
@@ -178,7 +188,17 @@ class MeshWorker(ABC):
         self._quiet = asyncio.Event()
         self._state = DecodeState(executor.limits, context.names, self._adapters.table)
         self._kept = self._state.residency
-        self._prompts = Prompts(self._state, context.ids, self.counters, self._released)
+        self._interruptible = executor if isinstance(executor, InterruptibleExecutor) else None
+        self._scheduler = Scheduler(
+            self._state,
+            config,
+            role,
+            decodes and self._interruptible is not None,
+            context.ids,
+            time.thread_time,
+            self.counters,
+        )
+        self._prompts, self._admission = self._scheduler.prompts, self._scheduler.admission
         self._sources = self._find_sources(peers, decodes)
         self._given = GivenKv(
             self._sources,
@@ -262,7 +282,7 @@ class MeshWorker(ABC):
             role=self._role,
             layout=self._layout,
             running=0,
-            waiting=0,
+            waiting=len(self._admission.queue),
             slots=0,
             free_pages=tuple([ledger.free_pages for ledger in ledgers]),
             total_pages=tuple([ledger.total_pages for ledger in ledgers]),
@@ -273,7 +293,7 @@ class MeshWorker(ABC):
             queued_pairs=self._prompts.backlog.pairs,
             free_states=states.free_by_rank(),
             total_states=states.total_by_rank(),
-            kept=self._kept_tiers(),
+            kept=(*kept_tiers(self._kept, self._mesh), *self._sources.stats()),
             kv_channels=context.kv_channels(),
             times=context.times(),
             links=self._links(),
@@ -283,6 +303,9 @@ class MeshWorker(ABC):
             weights=self.weights.served.identity,
             asleep=self.weights.asleep,
             images=self._mesh.images is not None,
+            can_prefill=self._scheduler.chunk_tokens > 0,
+            chunk_tokens=self._scheduler.chunk_tokens,
+            priorities=self._loads(self._admission.priorities()),
         )
         return self._status(common)
 
@@ -322,10 +345,38 @@ class MeshWorker(ABC):
     async def abort(self, handoff_id: int, reason: str) -> None:
         await self._outgoing.abort(handoff_id, reason)
 
+    def _turn(self, step: int | None) -> StepCommand | None:
+        """Takes a turn of the scheduler and carries it out. Returns its command, which has the
+        number `step`."""
+        for prompt in self._prompts.take_released():
+            self._seek(prompt)
+        turn = self._scheduler.turn(self._facts(step))
+        if turn.command is None:
+            self._host.copy_evicted()  # otherwise before the command
+        for copies in turn.copies:
+            self._loop.fire(CopyPages(self._loop.next_number(), (), copies))
+        command = self._carry_out(turn)
+        if self._prompts.releases:
+            self._loop.wake()
+        self._quiet.set()
+        return command
+
+    def _query(self, prompt: Prompt, call: PrefillCall | ReserveCall) -> RestoreQuery:
+        """Asks the sources of KV for the blocks of a prompt that are not in pages."""
+        hinted = min(call.peer_tokens, prompt.most_known)
+        return RestoreQuery(prompt.useful, prompt.known, 0, call.peer, hinted)
+
     @abstractmethod
-    def _plan(self, step: int) -> StepCommand | None:
-        """Returns the next command, or None if no work is ready. The command must have the number
-        `step`."""
+    def _facts(self, step: int | None) -> Facts:
+        """Returns what the scheduler needs to know for a turn."""
+
+    @abstractmethod
+    def _carry_out(self, turn: Turn) -> StepCommand | None:
+        """Carries a turn out, except for its command, which is returned."""
+
+    @abstractmethod
+    def _seek(self, prompt: Prompt) -> None:
+        """Lets a prompt wait for blocks of another prompt, or for pages."""
 
     @abstractmethod
     def _apply(self, command: StepCommand, result: StepResult) -> None:
@@ -338,10 +389,6 @@ class MeshWorker(ABC):
     @abstractmethod
     def _prefilled(self, key: int, firsts: list[SampledToken]) -> None:
         """Called with the first tokens of a prompt that is computed."""
-
-    @abstractmethod
-    def _released(self, prompt: Prompt) -> None:
-        """Called when a prompt need not wait for blocks of another prompt any longer."""
 
     @abstractmethod
     def _requests_running(self) -> list[Request]:
@@ -400,7 +447,7 @@ class MeshWorker(ABC):
                 self.counters,
             )
             sources.append(fetch)
-        return KvSources(kept, mesh.page_size, self.counters, now, sources, self._may_take)
+        return KvSources(kept, mesh.page_size, self.counters, now, sources, self._admission.spares)
 
     def _apply_chunk(self, chunk: PrefillChunk, result: PrefillResult) -> None:
         seconds = self._loop.took
@@ -410,25 +457,6 @@ class MeshWorker(ABC):
             if row.samples:
                 firsts = [one for one in result.samples if one.sequence == row.sequence]
                 self._prefilled(row.sequence, firsts)
-
-    def _may_take(self, rank: int, pages: int) -> bool:
-        """Returns whether a restore may reserve this number of pages."""
-        return True
-
-    def _kept_tiers(self) -> tuple[KeptTier, ...]:
-        kept, mesh = self._kept, self._mesh
-        if not kept.on:
-            return ()
-        of_token = mesh.sent.bytes_per_token
-        room = mesh.ranks * mesh.pages_per_rank * mesh.page_size * of_token
-        blocks = kept.blocks
-        tiers = [KeptTier("pages", blocks, blocks * kept.block_tokens * of_token, room)]
-        if kept.snapshots:
-            sizes = [(len(one), one.filled, one.total) for one in kept.snapshots]
-            count, filled, total = map(sum, zip(*sizes, strict=True))
-            size = mesh.snapshot_slot_bytes
-            tiers.append(KeptTier("snapshots", count, filled * size, total * size))
-        return (*tiers, *self._sources.stats())
 
     def _loads(self, waiting: Mapping[int, int]) -> tuple[PriorityLoad, ...]:
         """`waiting`: number of requests that wait for pages, by priority."""
@@ -464,15 +492,6 @@ class MeshWorker(ABC):
             self.counters.add("snapshots_used", used - self.counters["snapshots_used"])
             self.counters.add("snapshots_evicted", evicted - self.counters["snapshots_evicted"])
 
-    def _continue_from(self, rank: int, chain: Chain, tokens: int, slot: int) -> None:
-        """Copies the snapshot after `tokens` cached positions to a sequence's state slot, if the
-        model keeps state. Must be called when the sequence gets pages, before the snapshot can be
-        evicted."""
-        if self._kept.snapshots and tokens:
-            (source,) = self._kept.use_snapshot(rank, chain, tokens)
-            copies = ((rank, source, slot),)
-            self._loop.fire(CopyPages(self._loop.next_number(), (), copies))
-
     def _forget_kept(self, rank: int | None, cause: str) -> int:
         # a reset of all workers may take this long
         self._given.close_for(self._limits.timeouts.request.status_seconds)
@@ -505,6 +524,10 @@ class MeshWorker(ABC):
                     " structured output needs; leave the grammar out, or add the file"
                 )
             await self._grammars.prepare(grammar, seconds)
+
+    def _unsampled(self, request: Request, firsts: Iterable[SampledToken]) -> JdisaggError | None:
+        codes = [one.token for one in firsts if one.token in (BROKEN_TOKEN, STUCK_TOKEN)]
+        return self._unchosen(request, codes[0]) if codes else None
 
     def _unchosen(self, request: Request, token: int) -> JdisaggError:
         grammar = request.sampling.grammar
@@ -563,30 +586,3 @@ class MeshWorker(ABC):
     def _break_down(self, error: UnavailableError) -> None:
         self.counters.add("mesh_failures")
         self._end_everything(error)
-
-
-class Attempts:
-    """Stores the latest attempt number of each (request, child), so that calls of earlier attempts
-    can be refused. An entry expires when no earlier attempt can hold a lease any more."""
-
-    def __init__(self) -> None:
-        # least recently seen first
-        self._seen: OrderedDict[tuple[Identity, int], tuple[int, float]] = OrderedDict()
-
-    def take(self, request: Request, children: Iterable[Child], attempt: int, now: float) -> None:
-        """Records an attempt. Raises HandoffError if a later attempt was recorded."""
-        keys = [(request.identity, child.index) for child in children]
-        for key in keys:
-            latest, _ = self._seen.get(key, (attempt, now))
-            if attempt < latest:
-                raise HandoffError(
-                    f"request {request.request_id!r}, child {key[1]}: attempt {attempt} comes after"
-                    f" attempt {latest}; it is ignored"
-                )
-        for key in keys:
-            self._seen[key] = (attempt, now)
-            self._seen.move_to_end(key)
-
-    def forget_before(self, instant: float) -> None:
-        while self._seen and next(iter(self._seen.values()))[1] < instant:
-            self._seen.popitem(last=False)

@@ -82,22 +82,20 @@ class MigrationSender:
         if migration is not None:
             self._outgoing.end(migration.handoff, HandoffError(reason))
 
-    def ended(self, key: int, error: JdisaggError | None) -> bool:
+    def ended(self, key: int, error: JdisaggError | None) -> None:
         """Handles the end of a migration's KV transfer. After success, the sequence ends on this
-        worker as moved. After an `error`, it runs decode steps on this worker again. Returns False
-        if the sequence had finished or was cancelled before the transfer ended."""
+        worker as moved. After an `error`, it runs decode steps on this worker again."""
         migration = self._migrations.pop(key)
         if migration.task is not asyncio.current_task():
             migration.task.cancel()
         self._state.thaw(migration.child)
         if migration.child.stage is Stage.ENDED:
-            return False
+            return
         if error is None:
             self._counters.add("sequences_moved")
             self._state.end_child(migration.child, moved=True)
         else:
             self._counters.add("moves_failed")
-        return True
 
     async def _run(self, child: Sequence, handoff: OutgoingHandoff) -> None:
         try:

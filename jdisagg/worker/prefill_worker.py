@@ -8,10 +8,9 @@ pages after the last chunk, so that this work does not delay the first token.
 Blocks are cached when the chunk that computes them is issued, because commands run in order."""
 
 import asyncio
-import bisect
 import functools
-from collections import Counter, deque
-from dataclasses import dataclass
+from collections import deque
+from dataclasses import dataclass, replace
 
 import msgspec
 
@@ -27,13 +26,10 @@ from jdisagg.errors import (
 )
 from jdisagg.messages.ports import FirstToken, HandoffEnd, Offer, PrefillCall, PrefillReply
 from jdisagg.messages.step_commands import (
-    BROKEN_TOKEN,
-    STUCK_TOKEN,
     PrefillChunk,
     PrefillResult,
     PrefillRow,
     SampledToken,
-    SampleSpec,
     StepCommand,
     StepResult,
 )
@@ -41,17 +37,14 @@ from jdisagg.messages.worker_status import WorkerRole, WorkerStatus
 from jdisagg.request import CachedTokens, Request
 from jdisagg.scheduler.executor import Executor
 from jdisagg.scheduler.page_ledger import pages_for
-from jdisagg.scheduler.prefill_admission import Admission, AdmissionSnapshot, RankLoad, admit
 from jdisagg.scheduler.prompt import Prompt
+from jdisagg.scheduler.prompts import check_queue
 from jdisagg.scheduler.residency import Chain
-from jdisagg.scheduler.sequences import sample_spec
-from jdisagg.worker.kv_sources import RestoredBlocks, RestoreQuery
+from jdisagg.scheduler.turn import Facts, Turn
+from jdisagg.worker.kv_sources import RestoredBlocks
 from jdisagg.worker.mesh_worker import MeshWorker, WorkerContext
 from jdisagg.worker.outgoing_kv import OutgoingHandoff, offers_of_pages, snapshot_offers
 from jdisagg.worker.peers import PeerResolver
-from jdisagg.worker.prompts import check_queue
-
-CHUNKS_OFFERED = 4
 
 
 @dataclass(slots=True, eq=False)
@@ -80,11 +73,6 @@ class PrefillTask:
         known = min(self.prompt.cached_tokens, len(self.call.request.prompt_token_ids))
         return self.restored.split(self.prompt.rank, known)
 
-    @property
-    def samples(self) -> tuple[SampleSpec, ...]:
-        request, children = self.call.request, self.call.children
-        return tuple([sample_spec(request, one.index, one.accepted) for one in children])
-
     def end(self, offers: int) -> HandoffEnd:
         assert self.firsts is not None
         scores = self.prompt.all_scores
@@ -107,30 +95,29 @@ class PrefillWorker(MeshWorker):
         limits: LimitsConfig,
         peers: PeerResolver | None = None,
     ) -> None:
-        mesh = executor.limits
         super().__init__(WorkerRole.PREFILL, context, executor, config, limits, peers)
         self._room = self._state.room
         self._unsent: deque[PrefillTask] = deque()  # whose last chunk is issued
         self._tasks: dict[int, PrefillTask] = {}
-        self._waiting: list[Prompt] = []  # by arrival
-        # the offers of chunks in the pipeline are published already
-        chunks = CHUNKS_OFFERED + mesh.stages - 1
-        self._most_offered = chunks * mesh.ranks * mesh.chunk_buckets[-1] * mesh.layer_groups
 
     # ---- the loop
 
-    def _plan(self, step: int) -> StepCommand | None:
+    def _facts(self, step: int | None) -> Facts:
         while self._unsent:
             self._send_cached(self._unsent.popleft())
-        if not self._waiting and not self._prompts:
-            return None
-        admission = admit(self._snapshot())
-        self._carry_out(admission)
-        if admission.full:
-            return None
-        held = self._going_to(admission.stalled) if admission.stalled else ()
-        chunk = self._prompts.next_chunk(step, held, self._loop.in_flight(PrefillChunk))
-        return self._announce(chunk) if chunk is not None else None
+        works = self._admission.queue or self._prompts
+        offered = self._outgoing.offered_tokens() if works else {}
+        in_flight = self._loop.in_flight(PrefillChunk)
+        return Facts(step, chunk_in_flight=in_flight, offered_tokens=offered)
+
+    def _carry_out(self, turn: Turn) -> StepCommand | None:
+        if turn.held_back:
+            self.counters.add("chunks_held_back")
+        for prompt in turn.prompts:
+            restored = self._tasks[prompt.key].restored
+            self._count_reuse(prompt, prompt.rank, prompt.cached_tokens, restored)
+        chunk = turn.command
+        return self._announce(chunk) if isinstance(chunk, PrefillChunk) else None
 
     def _apply(self, command: StepCommand, result: StepResult) -> None:
         assert isinstance(command, PrefillChunk) and isinstance(result, PrefillResult)
@@ -140,66 +127,6 @@ class PrefillWorker(MeshWorker):
                 offers = [one.offer_id for one in row.offers]
                 task.handoff.announce_checksums([sums[one] for one in offers if one in sums])
         self._apply_chunk(command, result)
-
-    def _snapshot(self) -> AdmissionSnapshot:
-        return AdmissionSnapshot(
-            waiting=tuple(self._waiting),
-            unbegun=tuple([prompt for prompt in self._computing() if not prompt.begun]),
-            ranks=tuple([self._load(rank) for rank in range(self._mesh.ranks)]),
-            offered_tokens=self._outgoing.offered_tokens(),
-            most_offered_tokens=self._most_offered,
-        )
-
-    def _computing(self) -> list[Prompt]:
-        """Returns the prompts that have pages."""
-        return [task.prompt for task in self._tasks.values() if task.prompt.rank >= 0]
-
-    def _load(self, rank: int) -> RankLoad:
-        return RankLoad(
-            self._state.ledgers[rank].free_pages,
-            self._prompts.queued_tokens(rank),
-            self._room.available(rank),
-        )
-
-    def _carry_out(self, admission: Admission) -> None:
-        if admission.stalled or admission.full:
-            self.counters.add("chunks_held_back")
-        for key in admission.withdrawn:
-            self._stop_computing(self._tasks[key])
-            self._queue(self._tasks[key].prompt)
-        for task in list(self._tasks.values()) if admission.stalled else ():
-            if task.call.destination in admission.stalled:
-                self._prompts.stall(task.prompt.key)
-        for place, (key, rank) in enumerate(admission.placed):
-            task, kept = self._tasks[key], self._kept
-            prompt = task.prompt
-            cached = kept.cached_tokens(rank, prompt.chain, prompt.most_known, to_compute=True)
-            if self._room.available(rank) < prompt.needs_states:
-                break  # the withdrawn prompts held fewer pages of windows than they might need
-            if kept.reserve(rank, key, prompt.chain, cached, prompt.needs_pages) is None:
-                break  # the withdrawn prompts shared pages, so fewer became free than they held
-            self._waiting.remove(prompt)
-            self._count_reuse(prompt, rank, cached, task.restored)
-            self._start(task, rank, cached, admission.placed[place + 1 :])
-
-    def _start(
-        self, task: PrefillTask, rank: int, cached: int, later: tuple[tuple[int, int], ...]
-    ) -> None:
-        kept, room, prompt = self._kept, self._room, task.prompt
-        key, chain, tokens = prompt.key, prompt.chain, prompt.tokens
-        windows = tuple[int, ...]()
-        if room.windows:
-            promised = [self._tasks[one].prompt.needs_states for one, on in later if on == rank]
-            windows = room.begin_windows(kept, rank, key, chain, tokens, cached, sum(promised))
-        else:
-            room.states.take(rank, key)
-            self._continue_from(rank, chain, cached, room.states.slot(rank, key))
-        self._prompts.add(key, rank, task.samples, cached, kept.epoch, windows)
-        if room.windows and room.windows[rank].repeats(key):
-            self._prompts.stall(key)  # few of its blocks can be reused
-
-    def _going_to(self, destinations: frozenset[str]) -> set[int]:
-        return {key for key, task in self._tasks.items() if task.call.destination in destinations}
 
     def _announce(self, chunk: PrefillChunk) -> PrefillChunk:
         for row in chunk.rows:
@@ -234,7 +161,7 @@ class PrefillWorker(MeshWorker):
         self._end_if_done(task)
 
     def _look(self) -> None:
-        if self._waiting or self._unsent or self._prompts:
+        if self._admission.queue or self._unsent or self._prompts or self._prompts.releases:
             self._loop.wake()
 
     # ---- prompts
@@ -246,7 +173,7 @@ class PrefillWorker(MeshWorker):
             task = self._new_task(call, self._clock.now())
             self._tasks[task.prompt.key] = task
         self._outgoing.open(task.handoff)
-        self._released(task.prompt)
+        self._seek(task.prompt)
         try:
             return await within(task.reply, call.deadline_seconds)
         except TimeoutError:
@@ -290,7 +217,9 @@ class PrefillWorker(MeshWorker):
                 f"n={len(call.children)} exceeds the {mesh.samples_per_chunk} samples of one"
                 " prefill; ask for fewer"
             )
-        check_queue(self.name, self._waiting, call.request.priority, self._config.queue_limit)
+        check_queue(
+            self.name, self._admission.queue, call.request.priority, self._config.queue_limit
+        )
 
     def _new_task(self, call: PrefillCall, now: float) -> PrefillTask:
         prompt = Prompt(
@@ -302,8 +231,6 @@ class PrefillWorker(MeshWorker):
             destination=call.destination,
             offers_from=call.from_token,
         )
-        prompt.needs_pages = pages_for(prompt.tokens, self._mesh.page_size)
-        prompt.needs_states = self._room.needed(prompt.tokens)
         until = now + call.deadline_seconds
         return PrefillTask(
             self._prompts.begin(prompt),
@@ -314,22 +241,17 @@ class PrefillWorker(MeshWorker):
             asyncio.get_running_loop().create_future(),
         )
 
-    def _query(self, task: PrefillTask) -> RestoreQuery:
-        prompt = task.prompt
-        ahead = max(0, self._prompts.backlog.tokens - prompt.tokens + prompt.known_tokens)
-        hinted = min(task.call.peer_tokens, prompt.most_known)
-        return RestoreQuery(prompt.useful, prompt.known, ahead, task.call.peer, hinted)
-
-    def _released(self, prompt: Prompt) -> None:
+    def _seek(self, prompt: Prompt) -> None:
         task, follows = self._tasks[prompt.key], self._prompts.follows(prompt)
         self._count_backlog(prompt, follows or prompt.known_tokens)
         if follows:
             return
-        plan = self._sources.best(self._query(task))
+        ahead = max(0, self._prompts.backlog.tokens - prompt.tokens + prompt.known_tokens)
+        plan = self._sources.best(replace(self._query(prompt, task.call), ahead_tokens=ahead))
         if plan is not None:
             task.restoring = self._sources.begin(plan, task.restored, lambda: self._restored(task))
         else:
-            self._queue(task.prompt)
+            self._admission.enqueue(task.prompt)
         self._look()
 
     def _count_backlog(self, prompt: Prompt, known_tokens: int) -> None:
@@ -339,21 +261,16 @@ class PrefillWorker(MeshWorker):
         if self._tasks.get(task.prompt.key) is task:
             self._prompts.look_up(task.prompt)
             self._count_backlog(task.prompt, task.prompt.known_tokens)
-            self._queue(task.prompt)
+            self._admission.enqueue(task.prompt)
             self._prompts.reached(task.prompt)
             self._look()
-
-    def _queue(self, prompt: Prompt) -> None:
-        bisect.insort(self._waiting, prompt, key=lambda waiting: waiting.order)
 
     def _prefilled(self, key: int, firsts: list[SampledToken]) -> None:
         if (task := self._tasks.get(key)) is None:
             return
         now, started = self._clock.now(), task.started_at
         assert started is not None, "its rows were planned"
-        unchosen = [one.token for one in firsts if one.token in (BROKEN_TOKEN, STUCK_TOKEN)]
-        if unchosen:
-            error = self._unchosen(task.call.request, unchosen[0])
+        if error := self._unsampled(task.call.request, firsts):
             if isinstance(error, BrokenModelError):
                 self._forget_broken(task.prompt.rank)
             self._outgoing.end(task.handoff, error)
@@ -379,12 +296,8 @@ class PrefillWorker(MeshWorker):
             self._outgoing.finish(task.handoff, task.end)
 
     def _stop_computing(self, task: PrefillTask, chain: Chain = ()) -> None:
-        key, rank = task.prompt.key, task.prompt.rank
-        if rank >= 0:
-            self._prompts.withdraw(key)
-            self._kept.let_go(rank, key, chain)
-            self._room.free(rank, key)
-            self._look()
+        self._admission.release(task.prompt, chain)
+        self._look()
 
     # ---- the worker
 
@@ -395,8 +308,7 @@ class PrefillWorker(MeshWorker):
         task = self._tasks.pop(handoff.sequence)
         if task.restoring is not None:
             task.restoring.cancel()
-        if task.prompt in self._waiting:
-            self._waiting.remove(task.prompt)
+        self._admission.withdraw(task.prompt.key)
         self._stop_computing(task)
         if error is not None:
             task.fail(error)
@@ -427,13 +339,9 @@ class PrefillWorker(MeshWorker):
     def _status(self, common: WorkerStatus) -> WorkerStatus:
         return msgspec.structs.replace(
             common,
-            running=len(self._computing()),
-            waiting=len(self._waiting),
+            running=len(self._prompts.placed),
             slots=self._mesh.ranks * self._mesh.rows_per_chunk,
             handoffs=len(self._outgoing),
-            can_prefill=True,
-            chunk_tokens=self._mesh.chunk_buckets[-1],
-            priorities=self._loads(Counter([one.priority for one in self._waiting])),
         )
 
 

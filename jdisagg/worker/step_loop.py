@@ -1,7 +1,8 @@
 """Issues the commands of one mesh in order and reads their results in order.
 
 The loop runs when the result of a planned command (prefill or decode) has arrived and when `wake`
-was called. It processes finished results and plans commands until `depth` of them are in flight.
+was called. It processes finished results and takes turns (`scheduler/turn.py`) until `depth`
+commands are in flight or a turn has none. It takes at least one turn.
 Other commands (pulls, inserts, copies, releases) are issued by `submit` and `fire`, which append
 them to the mesh's queue before they return."""
 
@@ -41,10 +42,12 @@ class StepLoop:
     """Issues commands to one executor until it is stopped or the mesh fails.
 
     Args:
-        plan: Function that returns the next command, given its number, or None if no work is ready.
-        apply: Function that is called with each command from `plan` and its result, in the order in
+        turn: Function that takes a turn and returns the next command, given its number, or None if
+            no work is ready. The number is None if enough commands are in flight.
+        apply: Function that is called with each command from `turn` and its result, in the order in
             which the commands were issued.
-        depth: Largest number of commands from `plan` in flight.
+        depth: Largest number of commands from `turn` in flight.
+        before: Function that is called before each command is issued. It may issue others.
 
     Attributes:
         took: Seconds that the command of the newest result took. Counted from the command's issue
@@ -54,18 +57,20 @@ class StepLoop:
     def __init__(
         self,
         executor: Executor,
-        plan: Callable[[int], StepCommand | None],
+        turn: Callable[[int | None], StepCommand | None],
         apply: Callable[[StepCommand, StepResult], None],
         failed: Callable[[UnavailableError], None],
         now: Callable[[], float] = lambda: 0.0,
         depth: int = DEPTH,
+        before: Callable[[], None] = lambda: None,
     ) -> None:
         self._executor = executor
-        self._plan = plan
+        self._turn = turn
         self._apply = apply
         self._on_failure = failed
         self._now = now
         self._depth = depth
+        self._before = before
         self._steps = 0
         self._turn_due = False
         self._flight: deque[tuple[StepCommand, asyncio.Future[StepResult], float]] = deque()
@@ -97,16 +102,6 @@ class StepLoop:
         self._steps += 1
         return self._steps
 
-    def runs(self, kind: type) -> bool:
-        """Returns whether a planned command of this kind is in flight while the oldest planned
-        command has no result yet."""
-        flight = self._flight
-        if flight and not flight[0][1].done():
-            for command, _, _ in flight:
-                if isinstance(command, kind):
-                    return True
-        return False
-
     def in_flight(self, kind: type) -> bool:
         return any([isinstance(command, kind) for command, *_ in self._flight])
 
@@ -124,6 +119,7 @@ class StepLoop:
         """Appends a command to the mesh's queue. Raises UnavailableError if the mesh has failed."""
         if self.failure is not None:
             self.check()
+        self._before()
         result = self._executor.run(command)
         future = result if isinstance(result, asyncio.Future) else asyncio.ensure_future(result)
         # background commands and copies to host memory have their own deadlines and block nothing
@@ -215,13 +211,16 @@ class StepLoop:
         self._applied_at = now
 
     def _issue_more(self) -> None:
-        while len(self._flight) < self._depth and self.failure is None:
-            command = self._plan(self.next_number())
-            if command is None:
+        more = True
+        while more and self.failure is None:
+            free = len(self._flight) < self._depth
+            command = self._turn(self.next_number() if free else None)
+            if command is None or self.failure is not None:
                 return
             future = self.submit(command)
             future.add_done_callback(self._came_back)
             self._flight.append((command, future, self._now()))
+            more = len(self._flight) < self._depth
 
 
 def patience(command: StepCommand) -> float:

@@ -67,7 +67,9 @@ class Workers:
     async def resume_source(self, call: ResumeCall) -> int | None:
         raise NotImplementedError
 
-    async def cancel(self, reservation_id: int, child: int | None = None) -> None: ...
+    async def cancel(
+        self, reservation_id: int, child: int | None = None, awaited: bool = False
+    ) -> None: ...
 
     async def cancel_prefill(self, handoff_id: int) -> None: ...
 
@@ -190,7 +192,9 @@ class SilentDecode(Workers):
         raise UnavailableError("it fell silent")
         yield
 
-    async def cancel(self, reservation_id: int, child: int | None = None) -> None:
+    async def cancel(
+        self, reservation_id: int, child: int | None = None, awaited: bool = False
+    ) -> None:
         await asyncio.Event().wait()
 
 
@@ -243,7 +247,9 @@ class SlowToFree(Workers):
         await asyncio.sleep(0.1)
         raise DeadlineExceededError("too late")
 
-    async def cancel(self, reservation_id: int, child: int | None = None) -> None:
+    async def cancel(
+        self, reservation_id: int, child: int | None = None, awaited: bool = False
+    ) -> None:
         await asyncio.sleep(1)
         self.freed.add("reservation")
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from jdisagg.config import EngineConfig, Mode
-from jdisagg.worker.prompts import Prompts
+from jdisagg.scheduler.prompts import Prompts
 from tests.end_to_end.clusters import (
     PROMPT,
     TOKENS,

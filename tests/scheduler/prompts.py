@@ -1,48 +1,50 @@
-"""Snapshots and jobs of prompts."""
+"""Prompts that wait for pages, and jobs of prompts that have some."""
 
 import itertools
-from collections.abc import Mapping
 
 from jdisagg.messages.ports import Child
 from jdisagg.messages.step_commands import SampleSpec
 from jdisagg.request import Request, SamplingParams
+from jdisagg.scheduler.admission import Admission
+from jdisagg.scheduler.decode_state import DecodeState
 from jdisagg.scheduler.executor import MeshLimits
-from jdisagg.scheduler.prefill_admission import AdmissionSnapshot, RankLoad
 from jdisagg.scheduler.prefill_batches import PrefillBatches
 from jdisagg.scheduler.prompt import Prompt
 from tests.fakes.fake_executor import toy_limits
+from tests.scheduler.bench import prompts_of
 
-MOST = 100
 LIMITS = toy_limits(
     chunk_buckets=(16, 32, 64), granule_tokens=8, rows_per_chunk=3, page_size=8, context_tokens=512
 )
 
 
-def prompt(
-    key: int,
-    pages: int = 1,
-    destination: str = "d0",
-    tokens: int = 4,
-    arrival: float | None = None,
-    priority: int = 0,
-    rank: int = -1,
-) -> Prompt:
-    """A prompt that waits for pages, or has them on a rank. By default it came at the instant of
-    its key."""
-    request = Request("r", (1,) * tokens, SamplingParams(), priority=priority)
-    at = float(key) if arrival is None else arrival
-    made = Prompt(key, request, (Child(0),), at, rank=rank, destination=destination)
-    made.needs_pages = pages
-    return made
+class Sender:
+    """The queue of a mesh that sends KV, with its pages of eight tokens."""
 
+    def __init__(self, ranks: int = 1, pages: int = 8) -> None:
+        limits = toy_limits(ranks, 8, pages, context_tokens=512, chunk_buckets=(64,))
+        self.state = DecodeState(limits)
+        self.prompts = prompts_of(self.state)
+        self.admission = Admission(self.state, self.prompts, decodes=False)
 
-def snapshot(
-    *waiting: Prompt,
-    ranks: tuple[RankLoad, ...] = (RankLoad(8, 0),),
-    unbegun: tuple[Prompt, ...] = (),
-    offered: Mapping[str, int] | None = None,
-) -> AdmissionSnapshot:
-    return AdmissionSnapshot(waiting, unbegun, ranks, offered or {}, MOST)
+    def waits(
+        self,
+        key: int,
+        pages: int = 1,
+        destination: str = "d0",
+        arrival: float | None = None,
+        priority: int = 0,
+    ) -> Prompt:
+        """A prompt of this size that waits. By default it came at the instant of its key."""
+        request = Request("r", (1,) * (8 * pages), SamplingParams(), priority=priority)
+        at = float(key) if arrival is None else arrival
+        made = Prompt(key, request, (Child(0),), at, destination=destination, offers_from=0)
+        self.admission.enqueue(self.prompts.begin(made))
+        return made
+
+    def admit(self, *stalled: str) -> list[tuple[int, int]]:
+        """Returns the key and rank of each prompt that has pages now."""
+        return [(one.key, one.rank) for one in self.admission.admit(0.0, stalled).prompts]
 
 
 def job(

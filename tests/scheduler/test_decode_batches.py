@@ -9,7 +9,7 @@ from jdisagg.scheduler.handoff import HandoffEvent
 from jdisagg.scheduler.sequences import Stage
 from tests.fakes.cluster import toy_request
 from tests.fakes.fake_executor import toy_limits
-from tests.scheduler.bench import STOP, Bench, waiting
+from tests.scheduler.bench import STOP, Bench, granted, waiting
 
 
 def test_the_next_step_is_planned_before_the_last_is_read() -> None:
@@ -128,8 +128,8 @@ def test_the_youngest_is_preempted_and_its_tokens_in_flight_are_dropped() -> Non
 def test_children_whose_kv_is_still_to_come_are_preempted_together_and_counted_one_by_one() -> None:
     bench = Bench(toy_limits(pages_per_rank=12, page_size=4), growth_tokens=1)
     (needy,) = bench.ready(1).children
-    bench.reservations.enqueue(waiting(bench.state, toy_request(2, 4, n=2), 2, children=2))
-    (group,) = bench.reservations.grant(lease_until=9.0)
+    both = waiting(bench.state, toy_request(2, 4, n=2), 2, children=2)
+    group = granted(bench.admission, both)
     ledger = bench.state.ledgers[0]
     ledger.extend(needy.key, ledger.free_pages)
     assert len(group.alive) == 2 and bench.state.preempt_for(needy) and ledger.free_pages
@@ -163,8 +163,7 @@ def test_an_admission_carries_the_tokens_that_penalties_count() -> None:
     bench.ready(1)
     bench.plan()
     request = toy_request(2, temperature=0.7, presence_penalty=1.0)
-    bench.reservations.enqueue(waiting(bench.state, request, 2))
-    (group,) = bench.reservations.grant(9.0)
+    group = granted(bench.admission, waiting(bench.state, request, 2))
     bench.state.advance(group, HandoffEvent.GENERATE, 9.0)
     bench.batches.ready(group, (SampledToken(group.key, 0, 42),), 0, 9.0)
     plan = bench.plan()

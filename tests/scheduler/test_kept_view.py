@@ -44,9 +44,8 @@ def test_blocks_in_pages_are_listed_in_the_order_in_which_they_go() -> None:
     assert {(block.worker, block.tier, block.rank, block.tokens) for block in listed} == {
         ("w", "pages", 0, GRAIN)
     }
-    gone: list[str] = []
-    kept.on_evicted(lambda rank, name, index, pages: gone.append(shown(name)))
     assert ledger.reserve(7, ledger.free_pages) is not None and len(held) == 2
+    gone = [shown(one.name) for one in kept.take_evicted()]
     assert gone == [block.name for block in listed if not block.in_use]
 
 

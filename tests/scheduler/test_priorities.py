@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jdisagg.messages.step_commands import SampledToken
+from jdisagg.scheduler.admission import Admitted
 from jdisagg.scheduler.handoff import HandoffEvent
-from jdisagg.scheduler.prefill_admission import RankLoad, admit
 from jdisagg.scheduler.priorities import (
     MOST_PRIORITY,
     PRIORITY_SECONDS,
@@ -16,12 +16,11 @@ from jdisagg.scheduler.priorities import (
     to_preempt,
     yields,
 )
-from jdisagg.scheduler.prompt import Prompt
-from jdisagg.scheduler.sequences import Sequence, SequenceGroup
+from jdisagg.scheduler.sequences import Sequence, Stage
 from tests.fakes.cluster import toy_request
 from tests.fakes.fake_executor import toy_limits
-from tests.scheduler.bench import Bench, waiting
-from tests.scheduler.prompts import batches, job, prompt, snapshot
+from tests.scheduler.bench import Bench, granted, waiting
+from tests.scheduler.prompts import Sender, batches, job
 
 NUMBERS = st.integers(-20, 20)
 
@@ -64,18 +63,17 @@ def ready(bench: Bench, number: int, priority: int, prompt_tokens: int = 16) -> 
     """A sequence that has all its KV."""
     request = toy_request(number, prompt_tokens, max_tokens=30)
     request = replace(request, priority=priority)
-    bench.reservations.enqueue(waiting(bench.state, request, number))
-    (group,) = bench.reservations.grant(lease_until=9.0)
+    group = granted(bench.admission, waiting(bench.state, request, number))
     bench.state.advance(group, HandoffEvent.GENERATE, 9.0)
     bench.batches.ready(group, (SampledToken(group.key, 0, 1),), 0, 9.0)
     return group.children[0]
 
 
-def asks(bench: Bench, number: int, priority: int) -> Prompt | None:
-    """A request that waits for pages, if others yield to it."""
+def asks(bench: Bench, number: int, priority: int) -> Admitted:
+    """What a request of a priority gets, beside all those that wait already."""
     request = replace(toy_request(number, 16, max_tokens=30), priority=priority)
-    bench.reservations.enqueue(waiting(bench.state, request, number))
-    return bench.reservations.pressing()
+    bench.admission.enqueue(waiting(bench.state, request, number))
+    return bench.admission.admit(9.0)
 
 
 def full_bench(*priorities: int) -> tuple[Bench, list[Sequence]]:
@@ -85,16 +83,14 @@ def full_bench(*priorities: int) -> tuple[Bench, list[Sequence]]:
 
 
 def test_pages_of_the_lowest_priority_and_of_the_newest_go_to_a_higher_one() -> None:
-    bench, (_, old, new, _) = full_bench(2, 0, 0, 1)
-    assert asks(bench, 9, 0) is None, "an equal priority yields nothing"
-    first = asks(bench, 10, 3)
-    assert first is not None and first.priority == 3
-    assert bench.reservations.grant_one(first, 99.0) is None
-    assert bench.reservations.to_preempt(first) == [new]
-    bench.state.end_child(new, preempted=True, yielded=True)
-    group = bench.reservations.grant_one(first, 99.0)
-    assert isinstance(group, SequenceGroup) and group.request.priority == 3
-    assert old.stage is not new.stage
+    bench, (most, old, new, more) = full_bench(2, 0, 0, 1)
+    assert asks(bench, 9, 0) == Admitted(), "an equal priority yields nothing"
+    admitted = asks(bench, 10, 3)
+    assert [group.request.priority for group in admitted.groups] == [3]
+    assert admitted.yielded == 1 and new.stage is Stage.ENDED
+    assert Stage.ENDED not in (most.stage, old.stage, more.stage)
+    assert [one.yielded for one in bench.state.take_news()][-1]
+    assert [one.priority for one in bench.admission.queue] == [0], "who came before still waits"
 
 
 def test_one_that_came_back_yields_again_only_after_a_token() -> None:
@@ -106,7 +102,7 @@ def test_one_that_came_back_yields_again_only_after_a_token() -> None:
     assert low.yields_to(1)
     low.aside_seconds = PRIORITY_SECONDS
     assert not low.yields_to(1) and low.yields_to(2), "it has aged by one step"
-    assert asks(bench, 9, 1) is None
+    assert asks(bench, 9, 1) == Admitted()
 
 
 def test_one_that_yielded_waits_as_if_it_had_come_then() -> None:
@@ -115,8 +111,8 @@ def test_one_that_yielded_waits_as_if_it_had_come_then() -> None:
         request = toy_request(number, 16, max_tokens=30)
         asked = waiting(bench.state, request, number)
         asked.since = since
-        bench.reservations.enqueue(asked)
-    assert [waiting.arrival for waiting in bench.reservations.queue] == [8.0, 7.0]
+        bench.admission.enqueue(asked)
+    assert [waiting.arrival for waiting in bench.admission.queue] == [8.0, 7.0]
 
 
 def test_a_ready_sequence_takes_the_slot_of_the_newest_of_lower_priority() -> None:
@@ -148,13 +144,16 @@ def test_a_prompt_of_higher_priority_goes_between_the_chunks_of_a_lower_one() ->
 
 
 def test_prompts_that_have_not_begun_give_their_pages_to_a_higher_priority() -> None:
-    old, new = (prompt(key, 4, rank=0) for key in (1, 2))
-    high = prompt(3, 6, arrival=0.0, priority=1)
-    full = (RankLoad(3, 0),)
-    decision = admit(snapshot(high, ranks=full, unbegun=(old, new)))
-    assert decision.withdrawn == (2,) and decision.placed == ((3, 0),)
-    equal = admit(snapshot(prompt(3, 6, arrival=0.0), ranks=full, unbegun=(old, new)))
-    assert not equal.withdrawn and equal.blocked == 3
-    vast = prompt(3, 20, arrival=0.0, priority=1)
-    decision = admit(snapshot(vast, ranks=full, unbegun=(old, new)))
-    assert not decision.withdrawn, "none gives way where that is not enough"
+    for pages, priority, placed, waits in (
+        (6, 1, {1, 3}, {2}),
+        (6, 0, {1, 2}, {3}),
+        (12, 1, {1, 2}, {3}),  # none gives way where that is not enough
+    ):
+        queue = Sender(pages=11)
+        queue.waits(1, 4)
+        queue.waits(2, 4)
+        queue.admit()
+        queue.waits(3, pages, arrival=0.0, priority=priority)
+        queue.admit()
+        assert {one.key for one in queue.prompts.placed} == placed
+        assert {one.key for one in queue.admission.queue} == waits

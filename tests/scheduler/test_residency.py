@@ -216,17 +216,24 @@ def test_a_hold_keeps_blocks_until_it_is_released_or_their_pages_are_needed() ->
 
 def test_blocks_of_a_preempted_sequence_are_awaited_until_they_are_used_or_gone() -> None:
     residency = Residency([PageLedger(PAGES)], PAGE_SIZE, NAMES)
-    gone: dict[bytes, bool] = {}
-    residency.on_evicted(lambda rank, name, *_: gone.update({name: residency.awaits(rank, name)}))
     chain = residency.chain(request(), tuple(range(3 * GRAIN)))
     residency.reserve(0, 1, (), 0, 6)
     residency.let_go(0, 1, chain, awaited=True)
-    assert all(residency.awaits(0, name) for name in chain)
     residency.reserve(0, 2, chain, GRAIN, PAGES - 2)  # uses one block and evicts another
-    assert gone == {chain[2]: True}
-    assert [residency.awaits(0, name) for name in chain] == [False, True, False]
+    assert [(one.name, one.awaited) for one in residency.take_evicted()] == [(chain[2], True)]
+    assert not residency.take_evicted()
+    residency.let_go(0, 2, chain[:1])
+    residency.reserve(0, 3, (), 0, PAGES)
+    evicted = {one.name: one.awaited for one in residency.take_evicted()}
+    assert evicted == {chain[1]: True, chain[0]: False}
+
+
+def test_what_a_reset_drops_is_not_copied_though_it_was_evicted_just_before() -> None:
+    residency = Residency([PageLedger(PAGES)], PAGE_SIZE, NAMES)
+    keep(residency, 1, (1,) * GRAIN)
+    residency.reserve(0, 2, (), 0, PAGES)
     residency.clear()
-    assert not residency.awaits(0, chain[1])
+    assert not residency.take_evicted()
 
 
 def test_reset_forgets_all_and_takes_nothing_from_those_who_run() -> None:
@@ -368,3 +375,16 @@ def test_without_names_nothing_stays() -> None:
     assert residency.reserve(0, 1, (), 0, 4) is not None
     residency.let_go(0, 1)
     assert residency.clear() == 0
+
+
+def test_awaited_blocks_are_passed_over_once_when_others_could_be_evicted() -> None:
+    residency = Residency([PageLedger(6)], PAGE_SIZE, NAMES)
+    chains = [residency.chain(request(), (token,) * GRAIN) for token in (1, 2, 3)]
+    for owner, chain in enumerate(chains, 1):
+        residency.reserve(0, owner, (), 0, 2)
+        residency.let_go(0, owner, chain, awaited=owner == 1)
+    order = []
+    for owner in (7, 8, 9):
+        residency.reserve(0, owner, (), 0, 2)
+        order += [one.name for one in residency.take_evicted()]
+    assert order == [chains[1][0], chains[2][0], chains[0][0]], "the awaited one is the oldest"

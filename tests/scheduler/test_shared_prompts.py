@@ -149,20 +149,20 @@ def test_time_of_chunks_is_a_part_per_chunk_and_a_part_per_token() -> None:
 def test_on_one_rank_waiting_pays_where_it_saves_more_than_another_chunk_costs() -> None:
     # 300 tokens of the leader, then 300 of which 200 are the same
     linear, steep = times(0.0, 1e-4), times(0.05, 1e-4)
-    assert waiting_pays(linear, [0], None, 300, 300, 200)
+    assert waiting_pays(linear, [300], 0, 300, 200)
     # both fit two chunks, either way
-    assert waiting_pays(steep, [0], None, 300, 300, 200)
+    assert waiting_pays(steep, [300], 0, 300, 200)
     # both would fit one chunk
-    assert not waiting_pays(steep, [0], None, 150, 150, 100)
-    assert waiting_pays(linear, [0], None, 150, 150, 100)
-    assert waiting_pays(ChunkTimes(512), [0], None, 150, 150, 16)
+    assert not waiting_pays(steep, [150], 0, 150, 100)
+    assert waiting_pays(linear, [150], 0, 150, 100)
+    assert waiting_pays(ChunkTimes(512), [150], 0, 150, 16)
 
 
 def test_a_prompt_does_not_wait_where_another_rank_is_idle_unless_the_leader_is_nearly_done() -> (
     None
 ):
     linear = times(0.0, 1e-4)
-    assert not waiting_pays(linear, [0, 0], None, 300, 300, 200)
-    assert waiting_pays(linear, [100, 0], 0, 100, 300, 200)
-    assert waiting_pays(linear, [5000, 5000], 0, 300, 300, 200), "both have others to compute"
-    assert not waiting_pays(linear, [5000, 100], 0, 5000, 300, 200)
+    assert not waiting_pays(linear, [300, 0], 0, 300, 200)
+    assert waiting_pays(linear, [100, 0], 0, 300, 200)
+    assert waiting_pays(linear, [5000, 5000], 0, 300, 200), "both have others to compute"
+    assert not waiting_pays(linear, [5000, 100], 0, 300, 200)

@@ -8,18 +8,18 @@ import pytest
 
 from jdisagg.messages.step_commands import DecodeResult, DecodeSteps, SampledToken
 from jdisagg.scheduler.acceptance import PRIOR, Acceptance
+from jdisagg.scheduler.admission import Admission
 from jdisagg.scheduler.decode_batches import DecodeBatches
 from jdisagg.scheduler.decode_state import DecodeState
 from jdisagg.scheduler.draft_worth import LEAST_REST, LEAST_SAMPLES, MOST_CREDIT, REMEASURE
 from jdisagg.scheduler.executor import MeshLimits
 from jdisagg.scheduler.handoff import HandoffEvent
 from jdisagg.scheduler.ngram import MOST_SEARCHED, NgramSearch
-from jdisagg.scheduler.reservations import Reservations
 from jdisagg.scheduler.sequences import Sequence
 from jdisagg.scheduler.speculation import CHAIN, Draft, NgramDrafter, Speculation
 from tests.fakes.cluster import toy_request
 from tests.fakes.fake_executor import toy_limits
-from tests.scheduler.bench import waiting
+from tests.scheduler.bench import granted, prompts_of, waiting
 
 LIMITS = replace(toy_limits(context_tokens=400, pages_per_rank=400), speculates=True)
 
@@ -83,7 +83,7 @@ class Bench:
 
     def __init__(self, limits: MeshLimits = LIMITS, text: Iterable[int] = ()) -> None:
         self.state = DecodeState(limits)
-        self.reservations = Reservations(self.state, 64)
+        self.admission = Admission(self.state, prompts_of(self.state), growth_tokens=64)
         self.speculation = Speculation(limits, NgramDrafter())
         self.batches = DecodeBatches(self.state, 64, 1, speculation=self.speculation)
         self.text = list(text)
@@ -94,8 +94,7 @@ class Bench:
         request = replace(
             toy_request(number, 1, max_tokens=max_tokens), prompt_token_ids=tuple(prompt)
         )
-        self.reservations.enqueue(waiting(self.state, request, number))
-        (group,) = self.reservations.grant(lease_until=9.0)
+        group = granted(self.admission, waiting(self.state, request, number))
         self.state.advance(group, HandoffEvent.GENERATE, 9.0)
         self.batches.ready(group, (SampledToken(group.key, 0, self.text[0]),), 0, 9.0)
         (child,) = group.children

@@ -81,7 +81,9 @@ class Worker:
         self.told.append(call)
         return None
 
-    async def cancel(self, reservation_id: int, child: int | None = None) -> None:
+    async def cancel(
+        self, reservation_id: int, child: int | None = None, awaited: bool = False
+    ) -> None:
         self.told.append((reservation_id, child))
 
     async def status(self) -> WorkerStatus:

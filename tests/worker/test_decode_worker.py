@@ -226,6 +226,7 @@ async def test_a_source_that_does_not_match_is_lost_by_the_field_that_differs() 
             cluster.limits,
             lambda _: cluster.prefill,
         )
+        await other.start()
         reservation = await other.reserve(reserve_call())
         spans = other.generate(
             GenerateCall(reservation.reservation_id, 1, 100.0, HandoffSource("prefill0", 1))
@@ -238,6 +239,7 @@ async def test_a_source_that_does_not_match_is_lost_by_the_field_that_differs() 
         await other.cancel(reservation.reservation_id)
         assert (await other.status()).free_pages == (64,)
         assert (await other.status()).kv_channels == ("prefill0 NIXL",)
+        await other.stop()
 
 
 async def test_a_source_that_is_not_known_is_lost_and_the_reservation_waits_for_another():

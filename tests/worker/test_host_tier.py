@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from jdisagg.scheduler.host_blocks import TierRoom
+from jdisagg.scheduler.host_blocks import MOST_WRITING_OF_DECODE, TierRoom
 from tests.fakes.cluster import Cluster
 from tests.fakes.fake_executor import Costs
 from tests.worker.conversations import NAMES, SEEDS, Talk, limits, storm
@@ -118,3 +118,28 @@ async def test_evicted_blocks_that_no_prompt_asks_for_are_no_longer_copied_until
         restored = counters["host_tokens_restored"]
         await cluster.collect(replace(other(88), request_id="once more"))
         assert counters["host_tokens_restored"] > restored
+
+
+async def test_of_many_blocks_evicted_at_once_those_at_the_start_of_a_prompt_are_copied() -> None:
+    """A block is of use only after all blocks before it."""
+    async with host(
+        decode=limits(pages=62), prefill=limits(pages=400), decode_tiers=TierRoom(9999, always=True)
+    ) as cluster:
+        long = other(1, tokens=240)
+        await cluster.ask(long)
+        await cluster.ask(other(2, tokens=240))
+        chain = cluster.decode._kept.chain(long, long.prompt_token_ids)
+        assert len(chain) == 15 > MOST_WRITING_OF_DECODE
+        assert cluster.decode._host.blocks.match(chain, 0) == MOST_WRITING_OF_DECODE
+        assert cluster.decode.counters["host_blocks_skipped"] == 15 - MOST_WRITING_OF_DECODE
+
+
+async def test_the_start_of_a_prompt_stays_longest_in_host_memory() -> None:
+    async with host(blocks=8) as cluster:
+        first = other(1)
+        await computed(cluster, first)
+        await computed(cluster, other(2))
+        await computed(cluster, other(3))
+        tier = cluster.prefill._host
+        chain = cluster.prefill._kept.chain(first, first.prompt_token_ids)
+        assert 0 < tier.blocks.match(chain, 0) < len(chain)

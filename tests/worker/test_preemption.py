@@ -18,6 +18,7 @@ from tests.fakes.fake_executor import Costs
 from tests.router.fleets import H100
 from tests.worker.appends import SLOW, appending
 from tests.worker.conversations import NAMES, SEEDS, Talk, limits, storm
+from tests.worker.peering import fleet, settled
 from tests.worker.preempting import ROOMY, check_empty, flip_all, hits, long, scarce
 from tests.worker.tiers import FAST
 
@@ -73,6 +74,25 @@ async def test_a_decode_worker_computes_the_rest_itself_where_it_may() -> None:
         again = cluster.path.counters["preemptions"]
         assert 0 < again == cluster.decode.counters["prompts_appended"]
         await check_empty(cluster)
+
+
+async def test_a_prefill_worker_fetches_a_preempted_sequence_from_the_worker_that_had_it() -> None:
+    async with fleet(
+        prefills=1,
+        decode=limits(pages=24),
+        prefill=limits(pages=400),
+        growth_tokens=4,
+        decode_tiers=ROOMY,
+    ) as cluster:
+        running = [asyncio.ensure_future(cluster.ask(long(number))) for number in (1, 2)]
+        await until(lambda: cluster.path.counters["preemptions"] > 0)
+        decode, prefill = cluster.decode_worker("decode0"), cluster.prefill_worker("prefill0")
+        prefill._kept.clear()
+        for one in running:
+            await one
+        assert decode.counters["host_tokens_restored"] > 0
+        assert prefill.counters["peer_tokens_restored"] >= 32, "of 40 and a few"
+        await settled(cluster)
 
 
 @SEEDS

@@ -153,3 +153,24 @@ async def test_random_rests_under_memory_pressure_cost_no_token(
         assert cluster.path.counters["requests_suspended"] > 10
         assert cluster.path.counters["preemptions"] > 0
         await check_empty(cluster)
+
+
+async def test_blocks_of_a_suspended_request_stay_longer_than_those_that_nobody_waits_for() -> None:
+    """Its three blocks are the oldest of 29, and there is room for 25."""
+    for suspends in (True, False):
+        async with roomy(TierRoom(), decode=limits(pages=100)) as cluster:
+            stream = Stream(cluster, long(1))
+            await stream.until(10)
+            if suspends:
+                await stream.suspend()
+            else:
+                stream.task.cancel()
+            await asyncio.sleep(0.2)
+            for number in (2, 3, 4):
+                await cluster.ask(long(number, max_tokens=100))
+            chain = cluster.decode._kept.chain(long(1), long(1).prompt_token_ids)
+            assert len(chain) == 2
+            assert cluster.decode._kept.match(0, chain) == (2 if suspends else 0)
+            if suspends:
+                stream.resume()
+                await stream.end()

@@ -37,7 +37,7 @@ async def test_a_prompt_that_gives_way_returns_only_the_pages_of_windows_that_it
         await asyncio.sleep(0.045)
         (windows,) = cluster.prefill._room.windows
         assert windows.available == 0
-        yielding = [one for one in cluster.prefill._computing() if not one.begun]
+        yielding = [one for one in cluster.prefill._prompts.placed if not one.begun]
         assert [one.priority for one in yielding] == [0, 1, 1]
         running.append(start(5, (7,) * 240, 2))
         await asyncio.gather(*running)

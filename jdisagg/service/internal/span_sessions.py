@@ -119,8 +119,8 @@ class SpanSessions:
         )
         following.add_done_callback(lambda done: session.over(call.reservation_id, done))
 
-    async def cancel(self, reservation_id: int, child: int | None) -> None:
-        await self._port.cancel(reservation_id, child)
+    async def cancel(self, reservation_id: int, child: int | None, awaited: bool = False) -> None:
+        await self._port.cancel(reservation_id, child, awaited)
         if child is None:
             for session in self._sessions.values():
                 session.reserved.pop(reservation_id, None)

@@ -83,8 +83,9 @@ class _CancelledInSessions:
 
     async def cancel(
         self,
-        _: Callable[[int, int | None], Awaitable[None]],
+        _: Callable[[int, int | None, bool], Awaitable[None]],
         reservation_id: int,
         child: int | None = None,
+        awaited: bool = False,
     ) -> None:
-        await self._sessions.cancel(reservation_id, child)
+        await self._sessions.cancel(reservation_id, child, awaited)

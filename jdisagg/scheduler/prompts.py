@@ -30,32 +30,22 @@ def check_queue(worker: str, waiting: Collection[Prompt], priority: int, limit: 
 
 
 class Prompts:
-    """The prompts of one mesh, from their arrival until `forget`.
+    """The prompts of one mesh, from their arrival until `forget`."""
 
-    Args:
-        released: Function that is called with a prompt that need not wait for blocks of another
-            prompt any longer.
-    """
-
-    def __init__(
-        self,
-        state: DecodeState,
-        ids: Callable[[], int],
-        counters: Counters,
-        released: Callable[[Prompt], None],
-    ) -> None:
+    def __init__(self, state: DecodeState, ids: Callable[[], int], counters: Counters) -> None:
         self.backlog = Backlog()
         self._state = state
         self._limits = limits = state.limits.computed
         self._kept = kept = state.residency
         self._counters = counters
-        self._released = released
         # otherwise a hit needs a snapshot, which is cached when the prompt ends
         self._shares = not kept.snapshots or limits.window_pages_per_rank > 0
         self._batches = PrefillBatches(limits, ids, kept.cut_tokens, kept.begin_snapshot)
         self._times = ChunkTimes(limits.chunk_buckets[-1])
         self._shared = SharedPrompts()
         self._prompts: dict[int, Prompt] = {}
+        self._released: list[Prompt] = []
+        self._left_alone: set[int] = set()  # prompts whose leader ended
         self._steps_waited = 0  # decode steps since the last chunk, with a prompt queued
 
     def __bool__(self) -> bool:
@@ -103,6 +93,13 @@ class Prompts:
         """Looks a prompt up. If another prompt will compute blocks of it, and waiting for them is
         faster than computing them, the prompt waits. Then returns the number of its leading
         positions that will be cached, otherwise 0."""
+        reuse = self._joins(prompt)
+        if not reuse and prompt.key in self._left_alone:
+            self._counters.add("prefix_waits_taken_over")
+        self._left_alone.discard(prompt.key)
+        return reuse
+
+    def _joins(self, prompt: Prompt) -> int:
         self.look_up(prompt)
         known = max(prompt.known, default=0)
         leader = self._shared.leader(prompt.key, prompt.useful, known) if self._shares else None
@@ -111,17 +108,14 @@ class Prompts:
         first = self._prompts[leader.key]
         reuse = self._kept.usable_tokens(leader.blocks * self._kept.block_tokens, True)
         common = reuse - prompt.known_tokens
-        waiting = [
-            one.tokens - one.known_tokens
-            for one in self._prompts.values()
-            if one.rank < 0 and one is not prompt and one is not first
-            if not self._shared.waits(one.key)
-        ]
-        before = sum(waiting) // self._limits.ranks
-        queued = [self.queued_tokens(rank) + before for rank in range(self._limits.ranks)]
-        rank = first.rank if first.rank >= 0 else None
-        ahead, left = first.tokens - first.known_tokens, prompt.tokens - prompt.known_tokens
-        if common < 1 or not waiting_pays(self._times, queued, rank, ahead, left, common):
+        rank, queued = first.rank, [self.queued_tokens(one) for one in range(self._limits.ranks)]
+        for one in self._prompts.values():  # without pages, and hence on the rank that ends first
+            if one.rank < 0 and one is not prompt and not self._shared.waits(one.key):
+                place = queued.index(min(queued))
+                queued[place] += one.tokens - one.known_tokens
+                rank = place if one is first else rank
+        left = prompt.tokens - prompt.known_tokens
+        if common < 1 or not waiting_pays(self._times, queued, rank, left, common):
             return 0
         self._shared.follow(prompt.key, leader)
         self._counters.add("prefix_waits")
@@ -142,16 +136,39 @@ class Prompts:
         for prompt in self._prompts.values():
             if prompt.rank < 0 and prompt.chain:
                 self._name(prompt)
-        for prompt in free:
-            self._released(prompt)
+        self._released += free
+
+    def take_released(self) -> list[Prompt]:
+        """Returns the prompts that need not wait for blocks of another prompt any longer, since the
+        last call. They may have to wait for yet another one (`follows`)."""
+        if not self._released:
+            return []
+        released, self._released = self._released, []
+        return [one for one in released if self._prompts.get(one.key) is one]
+
+    @property
+    def releases(self) -> bool:
+        """Whether `take_released` would return some."""
+        return bool(self._released)
 
     def _release(self, keys: tuple[int, ...], ended: bool = False) -> None:
-        for key in keys:
-            self._released(self._prompts[key])
-            if ended and not self._shared.waits(key):
-                self._counters.add("prefix_waits_taken_over")
+        self._released += [self._prompts[key] for key in keys]
+        if ended:
+            self._left_alone.update(keys)
 
     # ---- prompts that have pages
+
+    @property
+    def placed(self) -> list[Prompt]:
+        """The prompts that have pages to be computed in."""
+        return [one for one in self._prompts.values() if one.rank >= 0]
+
+    def stall_those_to(self, destinations: Collection[str]) -> set[int]:
+        """Lets no prompt wait for prompts to these destinations. Returns their keys."""
+        stalled = {key for key, one in self._prompts.items() if one.destination in destinations}
+        for key in stalled:
+            self.stall(key)
+        return stalled
 
     def queued_tokens(self, rank: int) -> int:
         return self._batches.queued_tokens(rank)
@@ -190,6 +207,7 @@ class Prompts:
 
     def forget(self, key: int) -> None:
         if self._prompts.pop(key, None) is not None:
+            self._left_alone.discard(key)
             self._batches.remove(key)
             self.backlog.forget(key)
             self._release(self._shared.end(key), ended=True)

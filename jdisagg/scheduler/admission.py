@@ -1,0 +1,449 @@
+"""Decides which waiting prompts get pages on a mesh, on which data-parallel rank, and who gives way
+to them.
+
+Prompts wait in one queue in order of arrival, in which each unit of priority is a head start
+(`scheduler/priorities.py`). None overtakes the first one, so that small prompts do not starve an
+old large one. There are two exceptions. A prompt of higher priority may get the pages of others of
+lower priority, which lose them: on a mesh that decodes, sequences are preempted; on a mesh that
+sends KV, prompts without issued chunk return to the queue. And prompts for a decode worker that
+fetches its KV too slowly (a stalled destination) are not computed, so that others pass them.
+
+On a mesh that decodes, a prompt gets pages for the expected growth of its answer too, and at least
+one page stays free for each sequence that may still need some."""
+
+import bisect
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Sequence as Sized
+from dataclasses import dataclass, field
+
+from jdisagg.errors import InvalidRequestError
+from jdisagg.messages.ports import Child
+from jdisagg.request import Request
+from jdisagg.scheduler.decode_state import DecodeState
+from jdisagg.scheduler.executor import sequences_ahead
+from jdisagg.scheduler.handoff import Handoff, HandoffState
+from jdisagg.scheduler.page_ledger import pages_for
+from jdisagg.scheduler.priorities import YieldingSequence, to_preempt
+from jdisagg.scheduler.prompt import Prompt
+from jdisagg.scheduler.prompts import Prompts
+from jdisagg.scheduler.residency import Chain
+from jdisagg.scheduler.sequences import Sequence, SequenceGroup, Stage, sample_spec
+
+# stages in which a sequence has pages and may lose them
+_HOLDING = (Stage.RESERVED, Stage.READY, Stage.RUNNING)
+# All destinations together may have this many times as many unfetched tokens as one.
+STALLED_TOTAL = 4
+
+# copies between state slots, as in `CopyPages.states`
+StateCopies = tuple[tuple[int, int, int], ...]
+_Holder = tuple[YieldingSequence, Sequence | Prompt]
+
+
+def stalled_destinations(offered: Mapping[str, int], most: int) -> tuple[frozenset[str], bool]:
+    """Returns the decode workers that have at least `most` unfetched tokens, and whether all
+    together have so many that no chunk may be issued. `offered` has the unfetched tokens by decode
+    worker."""
+    total = sum(offered.values())
+    if total < most:
+        return frozenset(), False
+    stalled = frozenset([name for name, tokens in offered.items() if tokens >= most])
+    return stalled, total >= STALLED_TOTAL * most
+
+
+@dataclass(slots=True)
+class Admitted:
+    """The outcome of `admit`.
+
+    Attributes:
+        prompts: Prompts that have pages now.
+        groups: Their sequences, on a mesh that decodes.
+        yielded: Number of sequences that lost their pages to them.
+        copies: Copies of recurrent state from which prompts continue, to be issued in this order.
+    """
+
+    prompts: list[Prompt] = field(default_factory=list)
+    groups: list[SequenceGroup] = field(default_factory=list)
+    yielded: int = 0
+    copies: list[StateCopies] = field(default_factory=list)
+
+
+class Admission:
+    """The queue of one mesh.
+
+    Args:
+        decodes: Whether the prompts' answers are generated on this mesh. Otherwise their KV is
+            sent, and they need pages for their own positions alone.
+        growth_tokens: Number of tokens of an answer for which pages are reserved.
+        ahead_sequences: Number of sequences that may hold pages beyond the number of batch slots;
+            None means a quarter of the slots.
+    """
+
+    def __init__(
+        self,
+        state: DecodeState,
+        prompts: Prompts,
+        decodes: bool = True,
+        growth_tokens: int = 0,
+        ahead_sequences: int | None = None,
+    ) -> None:
+        self._state = state
+        self._prompts = prompts
+        self._decodes = decodes
+        self._growth_tokens = growth_tokens if decodes else 0
+        self._ahead = sequences_ahead(state.limits.slots_per_rank, ahead_sequences)
+        self._idle: list[Prompt] = []  # prompts to send that may still be put back
+        self.queue: list[Prompt] = []
+
+    def priorities(self) -> dict[int, int]:
+        return Counter([waiting.priority for waiting in self.queue])
+
+    def check(self, request: Request, children: tuple[Child, ...]) -> None:
+        """Raises InvalidRequestError if the request would not fit even on an idle mesh."""
+        limits = self._state.limits
+        prompt = len(request.prompt_token_ids)
+        if self._state.states.on and len(children) > limits.state_slots_per_rank:
+            raise InvalidRequestError(
+                f"n={len(children)} exceeds the {limits.state_slots_per_rank} sequences whose state"
+                " a rank holds; ask for fewer, or give the worker more slots_per_rank"
+            )
+        if prompt >= limits.context_tokens:
+            raise InvalidRequestError(
+                f"prompt has {prompt} tokens; with one to generate the context holds"
+                f" {limits.context_tokens}: shorten it"
+            )
+        if len(children) > limits.samples_per_chunk:
+            raise InvalidRequestError(
+                f"n={len(children)} exceeds the {limits.samples_per_chunk} samples of one prefill;"
+                " ask for fewer"
+            )
+        most = prompt + request.most_tokens(limits.context_tokens) - 1
+        capacity = limits.pages_per_rank * limits.page_size
+        if most > capacity:
+            raise InvalidRequestError(
+                f"prompt of {prompt} tokens and max_tokens={request.sampling.max_tokens} need KV"
+                f" for {most} positions, a rank holds {capacity} ({limits.pages_per_rank} pages of"
+                f" {limits.page_size}); lower max_tokens or give the worker more pages"
+            )
+        if len(children) == 1:
+            return  # it can begin with fewer pages than it needs at its end
+        least = self._pages(Prompt(0, request, children, 0.0), growth_tokens=1)
+        if least > limits.pages_per_rank:
+            raise InvalidRequestError(
+                f"n={len(children)} streams of a prompt of {prompt} tokens need {least} pages to"
+                f" begin, a rank holds {limits.pages_per_rank}; lower n or give the worker more"
+                " pages"
+            )
+
+    def enqueue(self, waiting: Prompt) -> None:
+        bisect.insort(self.queue, waiting, key=lambda waiting: waiting.order)
+
+    def withdraw(self, key: int) -> None:
+        self.queue = [waiting for waiting in self.queue if waiting.key != key]
+
+    def spares(self, rank: int, pages: int) -> bool:
+        """Returns whether a restore may take `pages` free pages of a rank. On a mesh that decodes,
+        it may if no prompt waits for pages, and enough other pages are free for each running
+        sequence to grow."""
+        if not self._decodes:
+            return True
+        state, size = self._state, self._state.limits.page_size
+        growth = len(state.growing[rank]) * pages_for(self._growth_tokens, size)
+        return not self.queue and state.ledgers[rank].free_pages >= pages + growth
+
+    # ---- pages for those that wait
+
+    def admit(self, lease_until: float, stalled: Collection[str] = ()) -> Admitted:
+        """Gives pages to prompts from the start of the queue, as long as there is room or others
+        give way. A group has the key of its prompt."""
+        admitted, blocked = Admitted(), False
+        if not self.queue and not stalled:
+            return admitted
+        if not self._decodes:
+            self._idle = [one for one in self._prompts.placed if not one.begun]
+        for prompt in tuple(self._idle) if stalled else ():
+            if prompt.destination in stalled:
+                self._put_back(prompt)
+        for prompt in tuple(self.queue):
+            if prompt.destination in stalled or (blocked and not self._presses(prompt)):
+                continue
+            rank = self._rank_with_room(prompt)
+            if rank is None and self._presses(prompt):
+                for holder in self._to_give_way(prompt):
+                    admitted.yielded += self.give_way(holder)
+                rank = self._rank_with_room(prompt)
+                if rank is None:
+                    break
+            if rank is not None:
+                self.queue.remove(prompt)
+                self._take(prompt, rank, lease_until, admitted)
+            elif self._of_one_priority():
+                break
+            else:
+                blocked = True
+        return admitted
+
+    def give_way(self, holder: Sequence | Prompt) -> int:
+        """Takes the pages of a sequence, or of a prompt without issued chunk. Returns the number of
+        preempted sequences."""
+        if isinstance(holder, Prompt):
+            self._put_back(holder)
+        elif holder.stage is Stage.RESERVED:
+            yielded = len(holder.group.alive)
+            self._state.end_group(holder.group, preempted=True, yielded=True)
+            return yielded
+        elif holder.stage is not Stage.ENDED:
+            self._state.end_child(holder, preempted=True, yielded=True)
+            return 1
+        return 0
+
+    def release(self, prompt: Prompt, chain: Chain = ()) -> None:
+        """Releases the pages of a prompt whose KV is sent. The blocks of `chain` stay cached."""
+        key, rank = prompt.key, prompt.rank
+        if rank >= 0:
+            self._prompts.withdraw(key)
+            self._state.residency.let_go(rank, key, chain)
+            self._state.room.free(rank, key)
+
+    def _put_back(self, prompt: Prompt) -> None:
+        self._idle.remove(prompt)
+        self.release(prompt)
+        self.enqueue(prompt)
+
+    # ---- who gives way
+
+    def _presses(self, waiting: Prompt) -> bool:
+        return any(True for _ in self._holders(waiting.priority))
+
+    def _of_one_priority(self) -> bool:
+        lowest = self._lowest_priority()
+        return lowest is None or all([one.priority <= lowest for one in self.queue])
+
+    def _lowest_priority(self) -> int | None:
+        if self._decodes:
+            return self._state.lowest_priority
+        return min([one.priority for one in self._idle], default=None)
+
+    def _to_give_way(self, waiting: Prompt) -> list[Sequence | Prompt]:
+        """Returns those that must give way so that some rank has room for a prompt. Chooses the
+        rank on which they have the lowest priorities, and then the fewest. Returns an empty list if
+        this cannot make room."""
+        best: list[YieldingSequence] | None = None
+        holders = list(self._holders(waiting.priority))
+        for rank in range(self._state.limits.ranks):
+            able = [one for one, holder in holders if holder.rank == rank]
+            pages, slots, _ = self._short(waiting, rank)
+            few = to_preempt(able, pages, slots)
+            if few is not None and (best is None or _worth(few) < _worth(best)):
+                best = few
+        by_key = {one.key: holder for one, holder in holders}
+        return [by_key[one.key] for one in best or ()]
+
+    def _holders(self, priority: int) -> Iterator[_Holder]:
+        lowest = self._lowest_priority()
+        if lowest is None or lowest >= priority:
+            return
+        for prompt in self._idle:
+            if prompt.priority < priority:
+                rank, key, newness = prompt.rank, prompt.key, (*prompt.order, 0)
+                pages, slots = self._own_pages(rank, key), self._state.room.own(rank, key)
+                yield YieldingSequence(key, prompt.priority, newness, pages, slots=slots), prompt
+        state = self._state
+        for group in state.groups.values():
+            # a reserved group's caller begins at once
+            if group.request.priority < priority and group.handoff.state is not _RESERVED:
+                for child in group.alive:
+                    if child.stage in _HOLDING and child.yields_to(priority):
+                        pages = self._own_pages(group.rank, child.key)
+                        pages += child.key in state.growing[group.rank]
+                        yield (
+                            YieldingSequence(
+                                child.key,
+                                group.request.priority,
+                                child.age_key,
+                                pages,
+                                computed=child.stage is not Stage.RESERVED,
+                            ),
+                            child,
+                        )
+
+    def _own_pages(self, rank: int, owner: int) -> int:
+        ledger = self._state.ledgers[rank]
+        return sum([ledger.references(page) == 1 for page in ledger.pages(owner)])
+
+    # ---- room
+
+    def _short(self, waiting: Prompt, rank: int) -> tuple[int, int, int]:
+        """Returns how many pages and slots a rank lacks for a prompt (negative numbers are to
+        spare), and how many of its leading positions the rank caches."""
+        state, limits = self._state, self._state.limits
+        cached = self._cached_tokens(waiting, rank)
+        need = self._pages(waiting, self._growth(waiting))
+        need -= state.residency.held_pages(rank, waiting.chain, cached)
+        pages = need + len(state.growing[rank]) - state.ledgers[rank].free_pages
+        slots = self._slots(waiting) - state.room.available(rank)
+        if held := state.living[rank]:
+            crowd = held + len(waiting.children) - limits.slots_per_rank - self._ahead
+            slots = max(slots, crowd)
+        return pages, slots, cached
+
+    def _rank_with_room(self, waiting: Prompt) -> int | None:
+        best, most = None, (0, 0)
+        for rank in range(self._state.limits.ranks):
+            pages, slots, cached = self._short(waiting, rank)
+            if pages <= 0 and slots <= 0:
+                free_pages = self._state.ledgers[rank].free_pages
+                worth = self._attraction(waiting, rank, cached), free_pages
+                if best is None or worth > most:
+                    best, most = rank, worth
+        return best
+
+    def _attraction(self, waiting: Prompt, rank: int, cached: int) -> int:
+        """A mesh that only computes takes the rank that ends first. Others take the one that caches
+        most, unless it has many more sequences than another."""
+        if not self._decodes:
+            return cached - waiting.tokens - self._prompts.queued_tokens(rank)
+        living = self._state.living
+        return cached if living[rank] <= min(living) + self._ahead else 0
+
+    def _cached_tokens(self, waiting: Prompt, rank: int) -> int:
+        most, computes = waiting.most_known, waiting.computes
+        return self._state.residency.cached_tokens(rank, waiting.chain, most, computes)
+
+    def _slots(self, waiting: Prompt) -> int:
+        """Returns the number of state slots, or of pages of windows, that a prompt needs."""
+        if self._decodes:
+            return len(waiting.children) * self._state.states.on
+        return self._state.room.needed(waiting.tokens)
+
+    def _growth(self, waiting: Prompt) -> int:
+        fits = self._pages(waiting, self._growth_tokens) <= self._state.limits.pages_per_rank
+        return self._growth_tokens if fits else 1
+
+    def _pages(self, waiting: Prompt, growth_tokens: int) -> int:
+        size, children = self._state.limits.page_size, len(waiting.children)
+        known = waiting.tokens
+        covered = pages_for(self._covered(waiting, known, growth_tokens), size)
+        if children == 1 or not self._decodes:
+            return covered
+        shared = pages_for(known, size)
+        own = covered - shared
+        copies = (children - 1) * (known % size != 0)
+        return shared + copies + children * own
+
+    def _covered(self, waiting: Prompt, known: int, growth_tokens: int) -> int:
+        if not growth_tokens:
+            return known
+        limit = (
+            len(waiting.request.prompt_token_ids)
+            + waiting.request.most_tokens(self._state.limits.context_tokens)
+            - 1
+        )
+        return max(known, min(limit, known + growth_tokens))
+
+    # ---- what an admitted prompt gets
+
+    def _take(self, waiting: Prompt, rank: int, lease_until: float, admitted: Admitted) -> None:
+        admitted.prompts.append(waiting)
+        kept, room = self._state.residency, self._state.room
+        if self._decodes:
+            group = self._reserve(waiting, rank, self._growth(waiting), lease_until)
+            admitted.groups.append(group)
+            cached = group.cached_tokens
+        else:
+            cached = self._cached_tokens(waiting, rank)
+            pages = self._pages(waiting, 0)
+            held = kept.reserve(rank, waiting.key, waiting.chain, cached, pages)
+            assert held is not None, "room was checked"
+            windows = self._begin_windows(waiting, rank, cached) if room.windows else ()
+            if not room.windows:
+                room.states.take(rank, waiting.key)
+            samples = [
+                sample_spec(waiting.request, one.index, one.accepted) for one in waiting.children
+            ]
+            self._prompts.add(waiting.key, rank, tuple(samples), cached, kept.epoch, windows)
+            if room.windows and room.windows[rank].repeats(waiting.key):
+                self._prompts.stall(waiting.key)  # few of its blocks can be reused
+        if waiting.computes and cached and kept.snapshots and not room.windows:
+            # before another prompt can evict the snapshot
+            (source,) = kept.use_snapshot(rank, waiting.chain, cached)
+            admitted.copies.append(((rank, source, room.states.slot(rank, waiting.key)),))
+
+    def _begin_windows(self, waiting: Prompt, rank: int, cached: int) -> tuple[int, ...]:
+        """Leaves pages of sliding-window layers to those behind it that have room, too."""
+        room, ledgers = self._state.room, self._state.ledgers
+        left, promised = sum([ledger.free_pages for ledger in ledgers]), 0
+        for later in self.queue:
+            left -= self._pages(later, 0)
+            if left < 0:
+                break
+            promised += self._slots(later)
+        return room.begin_windows(
+            self._state.residency,
+            rank,
+            waiting.key,
+            waiting.chain,
+            waiting.tokens,
+            cached,
+            promised // len(ledgers),
+        )
+
+    def _reserve(
+        self, waiting: Prompt, rank: int, growth_tokens: int, lease_until: float
+    ) -> SequenceGroup:
+        size, ledger = self._state.limits.page_size, self._state.ledgers[rank]
+        context = self._state.limits.context_tokens
+        handoff = Handoff(waiting.key, HandoffState.RESERVED, lease_until)
+        group = SequenceGroup(
+            waiting.key,
+            waiting.request,
+            waiting.attempt,
+            rank,
+            waiting.arrival,
+            handoff,
+            context,
+            until=lease_until,
+        )
+        known = waiting.tokens
+        prompt_pages = pages_for(known, size)
+        own_pages = pages_for(self._covered(waiting, known, growth_tokens), size) - prompt_pages
+        group.chain, group.cached_tokens = waiting.chain, self._cached_tokens(waiting, rank)
+        group.epoch, group.computes = self._state.residency.epoch, waiting.computes
+        held = self._state.residency.reserve(
+            rank, group.key, group.chain, group.cached_tokens, prompt_pages
+        )
+        assert held is not None, "room was checked"
+        states = self._state.states
+        states.take(rank, group.key)
+        for number, child in enumerate(waiting.children):
+            limit = group.prompt_tokens + waiting.request.most_tokens(context) - 1
+            accepted = len(child.accepted)
+            sequence = Sequence(
+                self._state.new_key(),
+                child.index,
+                group,
+                list(child.accepted),
+                accepted,
+                limit,
+                told=accepted,
+            )
+            ledger.share(group.key, sequence.key, prompt_pages)
+            if number:
+                states.take(rank, sequence.key)
+            else:
+                states.share(rank, group.key, sequence.key)
+            if number and known % size:
+                copy = ledger.own(sequence.key, prompt_pages - 1)
+                assert copy is not None, "the group holds the page too"
+                group.copies.append((rank, *copy))
+            assert ledger.extend(sequence.key, own_pages) is not None, "room was checked"
+            group.children.append(sequence)
+        self._state.add_group(group)
+        return group
+
+
+_RESERVED = HandoffState.RESERVED
+
+
+def _worth(few: Sized[YieldingSequence]) -> tuple[int, int]:
+    return max([one.priority for one in few], default=0), len(few)

@@ -1,0 +1,232 @@
+"""One turn of a mesh: what its scheduler decides each time that something has happened, in order.
+
+1. Freed: prompts of sequences that have ended leave the queue of chunks.
+2. Gives way: sequences lose their slots to requests of higher priority.
+3. Granted: waiting prompts get pages, first come first served; others may give way.
+4. Issued: the next command, which is decode steps, a prefill chunk, both in one program, or none.
+   Sequences that run out of pages get more; if none is free, the newest of the lowest priority are
+   preempted.
+5. Reported: new tokens, and what has ended.
+
+A mesh that does not decode has no sequences: its turns grant pages and issue chunks, and leave out
+what goes to decode workers that fetch too slowly.
+
+A turn changes the scheduler's own state, and nothing else. The worker (`worker/mesh_worker.py`)
+takes a turn after each event, also while enough commands are in flight, so that no grant waits for
+a step to end. It then carries the turn out: copies are issued before the command."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import msgspec
+
+from jdisagg.config import InstanceConfig
+from jdisagg.messages.step_commands import DecodeSteps, StepCommand
+from jdisagg.messages.worker_status import WorkerRole
+from jdisagg.scheduler.admission import Admission, StateCopies, stalled_destinations
+from jdisagg.scheduler.decode_batches import DecodeBatches
+from jdisagg.scheduler.decode_state import DecodeState
+from jdisagg.scheduler.mixed_times import MixedTimes
+from jdisagg.scheduler.prompt import Prompt
+from jdisagg.scheduler.prompts import Prompts
+from jdisagg.scheduler.sequences import ChildProgress, SequenceGroup
+from jdisagg.scheduler.step_policy import Action, StepSnapshot, next_step
+from jdisagg.telemetry import Counters
+
+CHUNKS_OFFERED = 4
+_NOTHING: Mapping[str, int] = {}
+
+
+class Facts(msgspec.Struct, frozen=True, gc=False):
+    """What a turn depends on besides the scheduler's own state.
+
+    Attributes:
+        step: Number of the next command; None if enough commands are in flight.
+        lease_until: Time until which granted pages are held for a caller.
+        steps_in_flight: Whether decode steps are in flight.
+        chunk_in_flight: Whether a prefill chunk is in flight.
+        kv_arriving: Whether KV blocks are being received from another worker.
+        kv_completing: Whether the last KV of some sequence is inserted before the newest decode
+            steps in flight end.
+        offered_tokens: For each decode worker, the number of tokens whose KV it has not fetched
+            yet.
+    """
+
+    step: int | None
+    lease_until: float = 0.0
+    steps_in_flight: bool = False
+    chunk_in_flight: bool = False
+    kv_arriving: bool = False
+    kv_completing: bool = False
+    offered_tokens: Mapping[str, int] = _NOTHING
+
+
+@dataclass(slots=True)
+class Turn:
+    """The outcome of a turn, which the worker carries out.
+
+    Attributes:
+        prompts: Prompts that have pages now.
+        groups: Their sequences, on a mesh that decodes. They may have lost their pages again
+            (`news`).
+        yielded: Number of sequences that gave way to requests of higher priority.
+        copies: Copies of recurrent state, to be issued in this order before the command.
+        command: Next command, which must be issued; None if the mesh waits.
+        reason: Why the mesh issues this command, or waits.
+        held_back: Whether some prompts are not computed because their KV would not be fetched.
+        interrupt: Whether the running span of decode steps must end early.
+        news: New tokens and ends of sequences.
+        cut: Owners of cached pages for other workers that sequences needed.
+    """
+
+    prompts: list[Prompt]
+    groups: list[SequenceGroup]
+    yielded: int
+    copies: list[StateCopies]
+    held_back: bool
+    command: StepCommand | None = None
+    reason: str = ""
+    interrupt: bool = False
+    news: list[ChildProgress] = field(default_factory=list)
+    cut: list[int] = field(default_factory=list)
+
+
+class Scheduler:
+    """Decides what one mesh does.
+
+    Args:
+        spans: Whether decode commands can be interrupted.
+        ids: Generator of fresh numbers for the blocks that are sent.
+        clock: Function that returns the CPU seconds of the calling thread.
+
+    Attributes:
+        chunk_tokens: Number of tokens of the largest chunk that the mesh computes; 0 if it computes
+            no prompts.
+    """
+
+    def __init__(
+        self,
+        state: DecodeState,
+        config: InstanceConfig,
+        role: WorkerRole,
+        spans: bool,
+        ids: Callable[[], int],
+        clock: Callable[[], float],
+        counters: Counters,
+    ) -> None:
+        limits, decodes = state.limits, role is not WorkerRole.PREFILL
+        computes = role is not WorkerRole.DECODE or limits.append_buckets
+        self.chunk_tokens = limits.computed.chunk_buckets[-1] if computes else 0
+        self.prompts = prompts = Prompts(state, ids, counters)
+        self.admission = Admission(
+            state, prompts, decodes, config.growth_tokens, config.ahead_sequences
+        )
+        self.batches = DecodeBatches.of(state, config, spans, clock)
+        self._state = state
+        self._decodes = decodes
+        self._spans = spans
+        self._alternates = limits.pack_tokens is None
+        self._prefilled_last = False
+        self._times = MixedTimes(prompts.beside(), limits.batch_buckets)
+        # the offers of chunks in the pipeline are published already
+        chunks = CHUNKS_OFFERED + limits.stages - 1
+        self._most_offered = chunks * limits.ranks * limits.chunk_buckets[-1] * limits.layer_groups
+
+    def turn(self, now: Facts) -> Turn:
+        state, admission = self._state, self.admission
+        if state.news:
+            self._forget_ended()
+        stalled, full = stalled_destinations(now.offered_tokens, self._most_offered)
+        yielded = 0
+        if state.ready:
+            yielded = sum(map(admission.give_way, self.batches.yielding_slots()))
+        admitted = admission.admit(now.lease_until, stalled)
+        turn = Turn(
+            admitted.prompts,
+            admitted.groups,
+            yielded + admitted.yielded,
+            admitted.copies,
+            held_back=full or bool(stalled),
+        )
+        if now.step is not None and not full:
+            self._issue(turn, now, now.step, stalled)
+        if state.news:
+            self._forget_ended()
+            turn.news = state.take_news()
+        if state.cut:
+            turn.cut = state.take_cut()
+        return turn
+
+    def _forget_ended(self) -> None:
+        for progress in self._state.news:
+            if progress.group_key not in self._state.groups:
+                self.prompts.forget(progress.group_key)
+
+    def _issue(self, turn: Turn, now: Facts, step: int, stalled: frozenset[str]) -> None:
+        if not self._decodes:
+            held = self.prompts.stall_those_to(stalled) if stalled else ()
+            turn.command = self.prompts.next_chunk(step, held, now.chunk_in_flight)
+            return
+        snapshot = self._snapshot(now)
+        decision = next_step(snapshot)
+        turn.reason = decision.reason
+        match decision.action:
+            case Action.WAIT:
+                pass
+            case Action.INTERRUPT:
+                turn.interrupt = True
+            case Action.PREFILL:
+                self._prefilled_last = True
+                turn.command = self.prompts.next_chunk(step)
+            case Action.DECODE | Action.MIXED:
+                steps = self.batches.next_step(step, decision.quiet, drafts=not snapshot.mixes)
+                if copies := self.batches.take_snapshots():
+                    turn.copies.append(copies)
+                self._forget_ended()  # of sequences that lost their pages to running ones
+                if steps is None and snapshot.prompts_queued:
+                    turn.command = self.prompts.next_chunk(step)
+                    return
+                self._prefilled_last = False
+                turn.command = steps
+                if steps is not None and decision.chunk_tokens:
+                    sizes = [one for one in self._times.chunks if one <= decision.chunk_tokens]
+                    chunk = self.prompts.next_chunk(step, beside=tuple(sizes))
+                    turn.command = msgspec.structs.replace(steps, chunk=chunk)
+
+    def _snapshot(self, now: Facts) -> StepSnapshot:
+        """To save time, omits what the policy does not read."""
+        prompts = self.chunk_tokens > 0 and bool(self.prompts)
+        if self._spans and now.steps_in_flight:
+            return StepSnapshot(
+                interruptible=True,
+                prompts_queued=prompts,
+                span_in_flight=True,
+                span_blocks=not prompts and self.batches.interrupting(),
+            )
+        # while each rank decodes a sequence, none is idle
+        gathering = prompts and self.prompts.gathering and all(self._state.running)
+        mixes = prompts and not gathering and bool(self._times.chunks)
+        steps_turn = prompts and self._prefilled_last and self._alternates
+        runnable = not mixes and not steps_turn or self.batches.runnable()
+        width = self.batches.width() if mixes and runnable else 0
+        return StepSnapshot(
+            interruptible=self._spans,
+            prompts_queued=prompts,
+            gathering=gathering,
+            steps_turn=steps_turn,
+            decode_runnable=runnable,
+            mixes=mixes,
+            step_seconds=self._times.alone(width) if width else None,
+            mixed_seconds=self._times.mixed(width) if width else (),
+            kv_arriving=now.kv_arriving,
+            joining=now.kv_completing or (not self._alternates and now.chunk_in_flight),
+        )
+
+    def ended(self, command: StepCommand, seconds: float) -> None:
+        """Records that a command ran for some seconds."""
+        if isinstance(command, DecodeSteps) and self._times.chunks and not command.drafts:
+            chunk_tokens = command.chunk.chunk_tokens if command.chunk else 0
+            sequences = max(map(len, command.slots))
+            self._times.took(sequences, chunk_tokens, seconds / command.steps)
+        if self.chunk_tokens:
+            self.prompts.step_ended()
