@@ -333,6 +333,7 @@ def shown(*sets: str) -> tuple[str, ...]:
 
 
 CLIENT = ("target", "authority", "certificate", "key", "server_name")
+HTTP_TARGET = ("localhost:8000", "Address of the HTTP API: host:port or URL.")
 OBSERVE, SERVICE, HTTP = shown("observe"), shown("service"), shown("http")
 ENGINE = ("config", "revision", *shown("engine"), "set")
 SAMPLING = ("max_tokens", "temperature", "top_k", "top_p", "seed", "ignore_eos", "chat")

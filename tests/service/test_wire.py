@@ -11,7 +11,6 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 
 from jdisagg import errors
-from jdisagg.chat.messages import ChatMessage, ChatPrompt, ChatTool, ToolCall, ToolChoice
 from jdisagg.dispatch import prompts
 from jdisagg.dispatch.routing_status import RoutingStatus
 from jdisagg.errors import InvalidRequestError, JdisaggError
@@ -64,17 +63,6 @@ OPTIONS = {
     "logit_bias": st.lists(st.tuples(INT64, FLOATS), min_size=1, max_size=3).map(tuple),
 }
 
-OBJECTS = st.dictionaries(TEXT, st.none() | st.booleans() | TEXT, max_size=2)
-MESSAGES = st.builds(
-    ChatMessage,
-    TEXT,
-    st.none() | TEXT | st.lists(TEXT, min_size=1, max_size=3).map(tuple),
-    TEXT,
-    st.lists(st.builds(ToolCall, TEXT, TEXT, TEXT), max_size=2).map(tuple),
-    TEXT,
-    TEXT,
-)
-
 
 @settings(max_examples=50)
 @given(
@@ -83,20 +71,7 @@ MESSAGES = st.builds(
         prompt=st.one_of(
             TEXT,
             st.builds(prompts.TokenPrompt, st.lists(INT64, max_size=4).map(tuple)),
-            st.builds(
-                ChatPrompt,
-                st.lists(MESSAGES, max_size=3).map(tuple),
-                st.booleans(),
-                arguments=OBJECTS,
-                tools=st.lists(
-                    st.builds(ChatTool, TEXT, TEXT, st.none() | OBJECTS, st.none() | OBJECTS),
-                    max_size=2,
-                ).map(tuple),
-                tool_choice=st.sampled_from(ToolChoice),
-                parallel_tool_calls=st.booleans(),
-                tool_name=TEXT,
-            ),
-            st.builds(ChatPrompt, st.tuples(MESSAGES), st.just(False), st.just(True)),
+            st.builds(wire_generation.ChatBody, TEXT),
         ),
         options=st.fixed_dictionaries({}, optional=OPTIONS),
         request_id=TEXT,
@@ -173,12 +148,6 @@ def resumed(children: int, n: int) -> generation_pb2.GenerateRequest:
     )
 
 
-def chat(messages: int) -> generation_pb2.GenerateRequest:
-    return generation_pb2.GenerateRequest(
-        chat=generation_pb2.ChatMessages(messages=[generation_pb2.ChatMessage()] * messages)
-    )
-
-
 def test_what_repeats_too_often_is_refused_before_it_is_read() -> None:
     ids = generation_pb2.TokenIds(ids=[0] * (2**21 + 1))
     for message, words in (
@@ -187,7 +156,6 @@ def test_what_repeats_too_often_is_refused_before_it_is_read() -> None:
         (with_sampling(stop_token_ids=[0] * 65), "stop_token_ids may hold at most 64, got 65"),
         (resumed(children=65, n=2**40), "accepted may hold at most 64, got 65"),
         (generation_pb2.GenerateRequest(token_ids=ids), "token_ids may hold at most 2097152"),
-        (chat(16_385), "messages may hold at most 16384, got 16385"),
     ):
         with pytest.raises(InvalidRequestError, match=words):
             wire_generation.client_request_from_proto(message)
@@ -197,7 +165,6 @@ def test_as_much_as_may_repeat_is_read() -> None:
     assert (
         wire_generation.client_request_from_proto(resumed(children=64, n=64)).resumption is not None
     )
-    assert wire_generation.client_request_from_proto(chat(16_384)).prompt is not None
 
 
 def test_an_option_that_cannot_be_sent_is_refused_by_name() -> None:
