@@ -50,7 +50,7 @@ from jdisagg.service.client.completion import Choice, Collector, Completion
 from jdisagg.service.client.request import GenerateOptions, Messages, asked, tokenize_request
 from jdisagg.service.client.stream import ResumableStream, lost, never_sent, typed_error
 from jdisagg.service.grpc import generation_pb2 as pb
-from jdisagg.service.grpc import generation_pb2_grpc, wire, wire_generation
+from jdisagg.service.grpc import generation_pb2_grpc, wire_generation
 from jdisagg.service.internal.connection import (
     NO_CREDENTIALS,
     RECONNECT_OPTIONS,
@@ -183,13 +183,13 @@ class AsyncClient:
     async def status(self) -> tuple[WorkerStatus, ...]:
         """Returns the status that each worker reports."""
         reply = await self._unary(self._stub.GetStatus, pb.GetStatusRequest())
-        return tuple(map(wire.worker_status_from_proto, reply.workers))
+        return wire_generation.status_from_proto(reply)[0]
 
     async def routing(self) -> RoutingStatus:
         """Returns the router's latest placement decisions with their reasons, and the load that the
         router sent to each worker."""
         reply = await self._unary(self._stub.GetStatus, pb.GetStatusRequest())
-        return wire_generation.routing_from_proto(reply)
+        return wire_generation.status_from_proto(reply)[1]
 
     async def suspend(self, request_id: str, *, tenant: str = "") -> None:
         """Suspends a request whose stream is open.

@@ -4,11 +4,12 @@ every error, wherever it crosses.
 Strategies are derived from the classes' own annotations, so a field that is added and forgotten in
 `wire` fails here."""
 
+import re
 from dataclasses import replace
 
 import hypothesis.strategies as st
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, assume, given, settings
 
 from jdisagg import errors
 from jdisagg.dispatch import prompts
@@ -20,13 +21,12 @@ from jdisagg.messages.worker_status import WorkerStatus
 from jdisagg.request import StreamEvent, TokenLogprobs
 from jdisagg.service.grpc import common_pb2, generation_pb2, wire, wire_generation
 from tests.messages.values import FLOATS, INT64, TEXT, of_annotation
+from tests.service.doors import STATUS
 
 ROUND_TRIPS = [
     (TokenLogprobs, common_pb2.TokenLogprobs, wire, "logprobs"),
     (Layout, common_pb2.Layout, wire, "layout"),
-    (WorkerStatus, common_pb2.WorkerStatus, wire, "worker_status"),
     (StreamEvent, generation_pb2.GenerateResponse, wire_generation, "event"),
-    (RoutingStatus, generation_pb2.GetStatusResponse, wire_generation, "routing"),
     (prompts.ModelInfo, generation_pb2.GetModelResponse, wire_generation, "model"),
 ]
 
@@ -38,16 +38,28 @@ def test_what_crosses_the_wire_arrives_equal(kind, message, module, name) -> Non
     @settings(max_examples=20, suppress_health_check=[HealthCheck.too_slow])
     @given(of_annotation(kind))
     def check(value) -> None:
-        sent = _as_sent(value) if kind is RoutingStatus else value
-        assert from_proto(message.FromString(to_proto(value).SerializeToString())) == sent
+        assert from_proto(message.FromString(to_proto(value).SerializeToString())) == value
 
     check()
 
 
-def _as_sent(status: RoutingStatus) -> RoutingStatus:
-    """Decisions are sent without the ids of their requests, which only the web page shows."""
-    decisions = [replace(item, request_id="") for item in status.decisions]
-    return replace(status, decisions=tuple(decisions))
+@settings(max_examples=20, suppress_health_check=[HealthCheck.too_slow])
+@given(of_annotation(tuple[WorkerStatus, ...]), of_annotation(RoutingStatus))
+def test_a_status_arrives_equal_but_for_the_ids_of_requests(workers, routing) -> None:
+    assume(not re.search(r"\b(inf|nan)\b", repr((workers, routing))))  # JSON has neither
+    data = wire_generation.status_to_proto(workers, routing).SerializeToString()
+    message = generation_pb2.GetStatusResponse.FromString(data)
+    decisions = [replace(item, request_id="") for item in routing.decisions]
+    sent = replace(routing, decisions=tuple(decisions))
+    assert wire_generation.status_from_proto(message) == (workers, sent)
+
+
+def test_a_status_of_another_version_is_read_as_far_as_it_goes() -> None:
+    worker = wire.plain_from(STATUS) | {"of_a_later_version": [1]}
+    assert wire.plain_to(WorkerStatus, worker) == STATUS
+    del worker["name"]
+    with pytest.raises(InvalidRequestError, match="'name'.* run the same version"):
+        wire.plain_to(WorkerStatus, worker)
 
 
 OPTIONS = {
@@ -123,7 +135,6 @@ def test_a_status_of_grpcs_own_becomes_the_error_of_its_code() -> None:
 
 
 EMPTY = [
-    (wire.worker_status_from_proto, common_pb2.WorkerStatus(), "WorkerStatus.role"),
     (wire_generation.client_request_from_proto, generation_pb2.GenerateRequest(), "prompt is miss"),
     (wire_generation.tokenize_from_proto, generation_pb2.TokenizeRequest(), "prompt is missing"),
     (wire_generation.model_from_proto, generation_pb2.GetModelResponse(), "GetModelResponse.mode"),

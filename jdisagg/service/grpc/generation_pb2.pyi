@@ -279,69 +279,7 @@ class GetStatusRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetStatusResponse(_message.Message):
-    __slots__ = ("workers", "waiting", "decisions", "accounts", "waiting_requests")
-    WORKERS_FIELD_NUMBER: _ClassVar[int]
-    WAITING_FIELD_NUMBER: _ClassVar[int]
-    DECISIONS_FIELD_NUMBER: _ClassVar[int]
-    ACCOUNTS_FIELD_NUMBER: _ClassVar[int]
-    WAITING_REQUESTS_FIELD_NUMBER: _ClassVar[int]
-    workers: _containers.RepeatedCompositeFieldContainer[_common_pb2.WorkerStatus]
-    waiting: int
-    decisions: _containers.RepeatedCompositeFieldContainer[PastDecision]
-    accounts: _containers.RepeatedCompositeFieldContainer[WorkerAccount]
-    waiting_requests: _containers.RepeatedCompositeFieldContainer[WaitingRequest]
-    def __init__(self, workers: _Optional[_Iterable[_Union[_common_pb2.WorkerStatus, _Mapping]]] = ..., waiting: _Optional[int] = ..., decisions: _Optional[_Iterable[_Union[PastDecision, _Mapping]]] = ..., accounts: _Optional[_Iterable[_Union[WorkerAccount, _Mapping]]] = ..., waiting_requests: _Optional[_Iterable[_Union[WaitingRequest, _Mapping]]] = ...) -> None: ...
-
-class WaitingRequest(_message.Message):
-    __slots__ = ("request_id", "position", "waited_seconds", "reason")
-    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
-    POSITION_FIELD_NUMBER: _ClassVar[int]
-    WAITED_SECONDS_FIELD_NUMBER: _ClassVar[int]
-    REASON_FIELD_NUMBER: _ClassVar[int]
-    request_id: str
-    position: int
-    waited_seconds: float
-    reason: str
-    def __init__(self, request_id: _Optional[str] = ..., position: _Optional[int] = ..., waited_seconds: _Optional[float] = ..., reason: _Optional[str] = ...) -> None: ...
-
-class PastDecision(_message.Message):
-    __slots__ = ("age_seconds", "kind", "reason", "prefill", "decode", "prompt_tokens", "predicted_ttft_seconds", "predicted_step_seconds", "ttft_seconds", "tpot_seconds")
-    AGE_SECONDS_FIELD_NUMBER: _ClassVar[int]
-    KIND_FIELD_NUMBER: _ClassVar[int]
-    REASON_FIELD_NUMBER: _ClassVar[int]
-    PREFILL_FIELD_NUMBER: _ClassVar[int]
-    DECODE_FIELD_NUMBER: _ClassVar[int]
-    PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
-    PREDICTED_TTFT_SECONDS_FIELD_NUMBER: _ClassVar[int]
-    PREDICTED_STEP_SECONDS_FIELD_NUMBER: _ClassVar[int]
-    TTFT_SECONDS_FIELD_NUMBER: _ClassVar[int]
-    TPOT_SECONDS_FIELD_NUMBER: _ClassVar[int]
-    age_seconds: float
-    kind: str
-    reason: str
-    prefill: str
-    decode: str
-    prompt_tokens: int
-    predicted_ttft_seconds: float
-    predicted_step_seconds: float
-    ttft_seconds: float
-    tpot_seconds: float
-    def __init__(self, age_seconds: _Optional[float] = ..., kind: _Optional[str] = ..., reason: _Optional[str] = ..., prefill: _Optional[str] = ..., decode: _Optional[str] = ..., prompt_tokens: _Optional[int] = ..., predicted_ttft_seconds: _Optional[float] = ..., predicted_step_seconds: _Optional[float] = ..., ttft_seconds: _Optional[float] = ..., tpot_seconds: _Optional[float] = ...) -> None: ...
-
-class WorkerAccount(_message.Message):
-    __slots__ = ("worker", "attempts", "unseen_tokens", "unseen_pages", "committed_pages", "barred_seconds", "prices")
-    WORKER_FIELD_NUMBER: _ClassVar[int]
-    ATTEMPTS_FIELD_NUMBER: _ClassVar[int]
-    UNSEEN_TOKENS_FIELD_NUMBER: _ClassVar[int]
-    UNSEEN_PAGES_FIELD_NUMBER: _ClassVar[int]
-    COMMITTED_PAGES_FIELD_NUMBER: _ClassVar[int]
-    BARRED_SECONDS_FIELD_NUMBER: _ClassVar[int]
-    PRICES_FIELD_NUMBER: _ClassVar[int]
-    worker: str
-    attempts: int
-    unseen_tokens: int
-    unseen_pages: int
-    committed_pages: int
-    barred_seconds: float
-    prices: str
-    def __init__(self, worker: _Optional[str] = ..., attempts: _Optional[int] = ..., unseen_tokens: _Optional[int] = ..., unseen_pages: _Optional[int] = ..., committed_pages: _Optional[int] = ..., barred_seconds: _Optional[float] = ..., prices: _Optional[str] = ...) -> None: ...
+    __slots__ = ("status_json",)
+    STATUS_JSON_FIELD_NUMBER: _ClassVar[int]
+    status_json: str
+    def __init__(self, status_json: _Optional[str] = ...) -> None: ...

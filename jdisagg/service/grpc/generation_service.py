@@ -17,7 +17,7 @@ from jdisagg.observe.request_log import RequestLog, RequestRecord
 from jdisagg.service.bearer import Tokens
 from jdisagg.service.calls import read_in_time
 from jdisagg.service.grpc import generation_pb2 as pb
-from jdisagg.service.grpc import generation_pb2_grpc, wire, wire_generation
+from jdisagg.service.grpc import generation_pb2_grpc, wire_generation
 from jdisagg.service.grpc.wire_generation import ChatBody, ClientRequest
 from jdisagg.service.guard import Service
 from jdisagg.service.http.chat import chat_prompt
@@ -126,9 +126,8 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
     async def GetStatus(
         self, request: pb.GetStatusRequest, context: grpc.aio.ServicerContext
     ) -> pb.GetStatusResponse:
-        reply = wire_generation.routing_to_proto(self._frontend.routing())
-        reply.workers.extend(map(wire.worker_status_to_proto, await self._frontend.status()))
-        return reply
+        workers = await self._frontend.status()
+        return wire_generation.status_to_proto(workers, self._frontend.routing())
 
     async def Suspend(
         self, request: pb.SuspendRequest, context: grpc.aio.ServicerContext

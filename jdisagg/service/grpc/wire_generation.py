@@ -15,13 +15,9 @@ import msgspec
 from jdisagg.config import Mode
 from jdisagg.dispatch.options import bias_pairs
 from jdisagg.dispatch.prompts import ModelInfo, Prompt, TokenPrompt
-from jdisagg.dispatch.routing_status import (
-    PastDecision,
-    RoutingStatus,
-    WaitingRequest,
-    WorkerAccount,
-)
+from jdisagg.dispatch.routing_status import RoutingStatus
 from jdisagg.errors import InvalidRequestError
+from jdisagg.messages.worker_status import WorkerStatus
 from jdisagg.prompt.logprobs import PromptLogprobs
 from jdisagg.request import (
     MAX_GRAMMAR_BYTES,
@@ -51,6 +47,8 @@ from jdisagg.service.grpc.wire import (
     layout_from_proto,
     layout_to_proto,
     logprobs_to_proto,
+    plain_from,
+    plain_to,
 )
 
 # Clients retry a few times a second for a limited time, and therefore never reach this number.
@@ -365,32 +363,22 @@ def _defaults_from_proto(message: common_pb2.SamplingParams) -> SamplingDefaults
     )
 
 
-def routing_to_proto(status: RoutingStatus) -> pb.GetStatusResponse:
-    """The statuses of workers are left empty for the caller to add."""
-    return pb.GetStatusResponse(
-        waiting=status.waiting,
-        decisions=[
-            pb.PastDecision(**_without(dataclasses.asdict(decision), "request_id"))
-            for decision in status.decisions
-        ],
-        accounts=[pb.WorkerAccount(**dataclasses.asdict(account)) for account in status.accounts],
-        waiting_requests=[
-            pb.WaitingRequest(**dataclasses.asdict(request)) for request in status.waiting_requests
-        ],
-    )
+def status_to_proto(
+    workers: Sequence[WorkerStatus], routing: RoutingStatus
+) -> pb.GetStatusResponse:
+    """Decisions are sent without the ids of their requests, which may be another tenant's."""
+    decisions = [dataclasses.replace(one, request_id="") for one in routing.decisions]
+    told = dataclasses.asdict(dataclasses.replace(routing, decisions=tuple(decisions)))
+    fields = told | {"workers": [plain_from(one) for one in workers]}
+    return pb.GetStatusResponse(status_json=msgspec.json.encode(fields).decode())
 
 
-def _without(fields: dict[str, Any], name: str) -> dict[str, Any]:
-    return {key: value for key, value in fields.items() if key != name}
-
-
-def routing_from_proto(message: pb.GetStatusResponse) -> RoutingStatus:
-    return RoutingStatus(
-        message.waiting,
-        tuple(flat_from_proto(PastDecision, item) for item in message.decisions),
-        tuple(flat_from_proto(WorkerAccount, item) for item in message.accounts),
-        tuple(flat_from_proto(WaitingRequest, item) for item in message.waiting_requests),
-    )
+def status_from_proto(
+    message: pb.GetStatusResponse,
+) -> tuple[tuple[WorkerStatus, ...], RoutingStatus]:
+    fields = msgspec.json.decode(message.status_json or "{}")
+    workers = tuple([plain_to(WorkerStatus, one) for one in fields.pop("workers", ())])
+    return workers, msgspec.convert(fields, RoutingStatus)
 
 
 _FINISH_TO_PROTO = {
