@@ -65,6 +65,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext, record: RequestRecord
     ) -> None:
         asked, prompt, fields = await self._read(request)
+        record.tenant = asked.tenant
         with named_as_sent(fields):
             built = await self._frontend.build_request(
                 prompt,
@@ -95,10 +96,11 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
                 await context.write(message)
 
     async def _read(self, request: pb.GenerateRequest) -> tuple[ClientRequest, Prompt, Fields]:
-        asked = wire_generation.client_request_from_proto(request)
-        if not isinstance(asked.prompt, ChatBody):
+        if request.WhichOneof("prompt") != "chat_json":
+            asked = wire_generation.client_request_from_proto(request)
+            assert not isinstance(asked.prompt, ChatBody)
             return asked, asked.prompt, Fields({})
-        fields = Fields.of(asked.prompt.text.encode())
+        fields = Fields.of(request.chat_json.encode())
         body = await read_request(fields, chat_from, self._frontend)
         return _of_body(request, body), body.prompts[0], fields
 

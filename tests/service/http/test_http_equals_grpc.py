@@ -160,6 +160,20 @@ async def test_a_chat_over_grpc_is_the_chat_that_http_reads() -> None:
     assert ignored == "frobnicate"
 
 
+async def test_a_chat_whose_body_asks_for_answers_is_resumed_where_they_stopped() -> None:
+    """The number of answers and the seed may stand in the body."""
+    body = json.dumps({"messages": [{"role": "user", "content": "a"}], "n": 2, "seed": 3})
+    had = [pb.AcceptedTokens(child=1, token_ids=[65, 66])]
+    again = pb.GenerateRequest(chat_json=body, request_id="r", resumption=1, accepted=had)
+    async with http_door() as door, grpc.aio.insecure_channel(door.target) as channel:
+        stub = generation_pb2_grpc.GenerationServiceStub(channel)
+        async for _ in stub.Generate(again):
+            pass
+    (asked,) = door.path.requests
+    assert asked.sampling.n == 2 and asked.resumption is not None
+    assert [one.token_ids for one in asked.resumption.children] == [(), (65, 66)]
+
+
 async def test_a_chats_body_that_is_wrong_is_refused_by_the_path_of_its_field() -> None:
     resumed = {"resumption": {"life": 1}, "request_id": "r", "seed": 1, "stream": True}
     async with http_door() as door, AsyncClient(door.target) as client:
