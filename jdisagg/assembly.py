@@ -1,17 +1,18 @@
 """Builds workers and connects their calls, in the same way for every kind of cluster.
 
-`build_worker` builds a worker for a role. `LocalCluster` connects the workers of one process. This
-module imports neither JAX nor gRPC."""
+`WorkerHost` builds one worker from its configuration. `LocalCluster` connects the workers of one
+process. This module imports neither JAX nor gRPC."""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from typing import ParamSpec, TypeVar
+from dataclasses import dataclass, replace
+from typing import Any, ParamSpec, TypeVar
 
 from jdisagg.clock import Clock
-from jdisagg.config import InstanceConfig, LimitsConfig, Mode
+from jdisagg.config import Mode, PrefixConfig, WorkerConfig
 from jdisagg.dispatch.membership import WorkerPorts
 from jdisagg.dispatch.request_context import ClusterPorts
-from jdisagg.errors import HandoffError, UnavailableError
+from jdisagg.errors import ConfigError, HandoffError, UnavailableError
 from jdisagg.messages.kept_blocks import KeptMark
 from jdisagg.messages.ports import DecodePort, HandoffSource, PeerPort, PrefillPort, close_stream
 from jdisagg.messages.ports_middleware import through
@@ -20,6 +21,7 @@ from jdisagg.request import Request
 from jdisagg.router.decision import Known, PromptBlocks
 from jdisagg.router.known_blocks import KnownBlocks
 from jdisagg.scheduler.executor import Executor
+from jdisagg.scheduler.host_blocks import TierRoom
 from jdisagg.worker.decode_worker import DecodeWorker
 from jdisagg.worker.mesh_worker import WorkerContext
 from jdisagg.worker.peers import PeerResolver
@@ -35,28 +37,77 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
-def build_worker(
-    role: WorkerRole,
-    context: WorkerContext,
-    executor: Executor,
-    config: InstanceConfig,
-    limits: LimitsConfig,
-    peers: PeerResolver,
-    mode: Mode = Mode.DISAGGREGATED,
-    *,
-    fetches: bool = False,
-) -> Worker:
-    """Builds a worker with the given role on one mesh.
+@dataclass(frozen=True, slots=True)
+class WorkerHost:
+    """One worker, from its configuration to the worker on a mesh. Every kind of cluster has one for
+    each of its workers. `engine.replica.build_replica` builds the mesh of a real model.
 
-    Args:
-        peers: Function that returns the interface of another worker, through which the new worker
-            receives KV.
-        mode: Whether and how the decode mesh also runs prefill. Prefill workers ignore it.
-        fetches: Whether the worker may fetch cached KV from other workers.
+    Attributes:
+        context: The worker's identity, and what it shares with its process.
+        fetches: Whether the worker fetches cached KV from other workers. None: as configured.
+        migrates: Whether sequences may move between this worker and others. Without it, the worker
+            needs fewer programs.
     """
-    if role is WorkerRole.PREFILL:
-        return PrefillWorker(context, executor, config, limits, peers if fetches else None)
-    return DecodeWorker(context, executor, config, limits, peers, mode, fetches)
+
+    context: WorkerContext
+    role: WorkerRole
+    config: WorkerConfig
+    fetches: bool | None = None
+    migrates: bool = True
+
+    @property
+    def name(self) -> str:
+        return self.context.name
+
+    @property
+    def mode(self) -> Mode:
+        """How the mesh shares its steps. A worker of one role does not.
+
+        Raises:
+            ConfigError: A mixed worker has the mode of two meshes.
+        """
+        if self.role is not WorkerRole.MIXED:
+            return Mode.DISAGGREGATED
+        if self.config.mode is Mode.DISAGGREGATED:
+            raise ConfigError(
+                "mode=disaggregated: a mixed worker has one mesh; set mode to chunked or unified"
+            )
+        return self.config.mode
+
+    @property
+    def fetched_tokens(self) -> int:
+        return fetched_tokens(self.role, self.config.prefix, self.config.instance.page_size)
+
+    def knowing(self, **facts: Any) -> "WorkerHost":
+        """Returns a copy with other values of fields of the context."""
+        return replace(self, context=replace(self.context, **facts))
+
+    def worker(self, executor: Executor, peers: PeerResolver) -> Worker:
+        """Builds the worker. Through `peers` it receives KV from other workers."""
+        instance, limits = self.config.instance, self.config.limits
+        fetches = self.fetched_tokens > 0 if self.fetches is None else self.fetches
+        if self.role is WorkerRole.PREFILL:
+            sources = peers if fetches else None
+            return PrefillWorker(self.context, executor, instance, limits, sources)
+        return DecodeWorker(self.context, executor, instance, limits, peers, self.mode, fetches)
+
+
+def fetched_tokens(role: WorkerRole, prefix: PrefixConfig, page_size: int) -> int:
+    """Returns the number of tokens in each cached block that a worker fetches from other workers,
+    or 0 if it fetches none. Decode workers that compute no prompts fetch none, because a prefill
+    worker sends them the KV of the whole prompt anyway."""
+    computes = role is not WorkerRole.DECODE or prefix.appends > 0
+    return prefix.peer_tokens(page_size) if computes else 0
+
+
+def tier_room(prefix: PrefixConfig, rank_bound: bool = False) -> TierRoom:
+    return TierRoom(
+        prefix.host_bytes,
+        prefix.disk_bytes,
+        prefix.restores == "always",
+        3600.0 * prefix.disk_ttl_hours,
+        rank_bound,
+    )
 
 
 class LocalCluster:
@@ -69,39 +120,26 @@ class LocalCluster:
     def __init__(
         self,
         clock: Clock,
-        limits: LimitsConfig,
         new_id: Callable[[], int],
         between: Between = lambda worker, caller: (),
         mortal: bool = False,
     ) -> None:
         self.clock = clock
-        self.limits = limits
         self.new_id = new_id
         self.workers: dict[str, Worker] = {}  # the latest worker of each name
         self._between = between
         self._mortal = mortal
         self._crashes: dict[Worker, Crash] = {}
 
-    def add(
-        self,
-        role: WorkerRole,
-        context: WorkerContext,
-        executor: Executor,
-        config: InstanceConfig,
-        mode: Mode = Mode.DISAGGREGATED,
-        *,
-        fetches: bool = False,
-    ) -> Worker:
+    def add(self, host: WorkerHost, executor: Executor) -> Worker:
         """Builds a worker that can receive KV from the other workers of this cluster. Replaces an
         earlier worker of the same name."""
 
         def peers(source: HandoffSource) -> PeerPort:
             return self.peer(source, worker)
 
-        worker = build_worker(
-            role, context, executor, config, self.limits, peers, mode, fetches=fetches
-        )
-        self.workers[context.name] = worker
+        worker = host.worker(executor, peers)
+        self.workers[host.name] = worker
         if self._mortal:
             self._crashes[worker] = Crash()
         return worker

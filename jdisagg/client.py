@@ -1,5 +1,5 @@
 """Sync and async clients of the generation service. The input is text, token ids or a chat. The
-output is a stream of `StreamEvent`s.
+output is a stream of `StreamEvent`s. `Administration` changes a server over its HTTP API.
 
     with Client("localhost:8700") as client:
         for event in client.generate("Once upon a time", max_tokens=75, temperature=0):
@@ -44,13 +44,13 @@ from jdisagg.dispatch.routing_status import RoutingStatus
 from jdisagg.errors import InvalidRequestError, UnavailableError
 from jdisagg.messages.trace_context import outgoing
 from jdisagg.messages.worker_status import WorkerStatus
-from jdisagg.request import Adapter, StreamEvent
+from jdisagg.request import StreamEvent
+from jdisagg.service.client.administration import Administration
 from jdisagg.service.client.completion import Choice, Collector, Completion
 from jdisagg.service.client.request import GenerateOptions, Messages, asked, tokenize_request
 from jdisagg.service.client.stream import ResumableStream, lost, never_sent, typed_error
-from jdisagg.service.client.weights import WeightsCalls
 from jdisagg.service.grpc import generation_pb2 as pb
-from jdisagg.service.grpc import generation_pb2_grpc, wire, wire_generation
+from jdisagg.service.grpc import generation_pb2_grpc, wire_generation
 from jdisagg.service.internal.connection import (
     NO_CREDENTIALS,
     RECONNECT_OPTIONS,
@@ -60,6 +60,7 @@ from jdisagg.service.internal.connection import (
 )
 
 __all__ = [
+    "Administration",
     "AsyncClient",
     "ChatImage",
     "ChatMessage",
@@ -83,7 +84,7 @@ SERVICE_CONFIG = json.dumps(
 Options = list[tuple[str, int | str]]
 
 
-class AsyncClient(WeightsCalls):
+class AsyncClient:
     """A client for asyncio. Use it on one event loop.
 
     Args:
@@ -182,50 +183,13 @@ class AsyncClient(WeightsCalls):
     async def status(self) -> tuple[WorkerStatus, ...]:
         """Returns the status that each worker reports."""
         reply = await self._unary(self._stub.GetStatus, pb.GetStatusRequest())
-        return tuple(map(wire.worker_status_from_proto, reply.workers))
+        return wire_generation.status_from_proto(reply)[0]
 
     async def routing(self) -> RoutingStatus:
         """Returns the router's latest placement decisions with their reasons, and the load that the
         router sent to each worker."""
         reply = await self._unary(self._stub.GetStatus, pb.GetStatusRequest())
-        return wire_generation.routing_from_proto(reply)
-
-    async def reset_cache(self) -> int:
-        """Clears the prefix caches of all workers and returns the number of dropped blocks.
-
-        Raises:
-            UnauthenticatedError: The token belongs to a tenant. Only the operator's token may clear
-            caches, because tenants share them.
-            UnavailableError: A worker did not answer. Its prefix cache may still hold blocks.
-        """
-        return (await self._unary(self._stub.ResetCache, pb.ResetCacheRequest())).blocks
-
-    async def load_adapter(self, name: str, path: str, *, replace: bool = False) -> None:
-        """Offers a LoRA adapter under a name, which requests then give as `model`.
-
-        Args:
-            path: Folder in PEFT's format, on the hosts of the server and of all workers.
-            replace: Whether an existing adapter of this name is replaced. If False, a name in use
-                is an error.
-
-        Raises:
-            InvalidRequestError: The adapter cannot be served, or the name is taken.
-            UnauthenticatedError: The token belongs to a tenant.
-        """
-        request = pb.LoadAdapterRequest(name=name, path=path, replace=replace)
-        await self._unary(self._stub.LoadAdapter, request)
-
-    async def unload_adapter(self, name: str) -> None:
-        """Stops offering an adapter. Running requests keep using the adapter until they finish.
-
-        Raises:
-            InvalidRequestError: The name is unknown.
-        """
-        await self._unary(self._stub.UnloadAdapter, pb.UnloadAdapterRequest(name=name))
-
-    async def adapters(self) -> tuple[Adapter, ...]:
-        reply = await self._unary(self._stub.ListAdapters, pb.ListAdaptersRequest())
-        return tuple([Adapter(one.name, one.path, one.digest) for one in reply.adapters])
+        return wire_generation.status_from_proto(reply)[1]
 
     async def suspend(self, request_id: str, *, tenant: str = "") -> None:
         """Suspends a request whose stream is open.
@@ -291,14 +255,12 @@ class AsyncClient(WeightsCalls):
                     call.cancel()
             await self._calls.sleep(pause_seconds)
 
-    async def _unary(
-        self, method: Callable[..., Reply], request: Message, seconds: float | None = None
-    ) -> Reply:
-        seconds = self._timeout_seconds if seconds is None else seconds
+    async def _unary(self, method: Callable[..., Reply], request: Message) -> Reply:
         for again in (True, False):
             await self._connect(self._connect_seconds)
             try:
-                call = method(request, timeout=seconds, metadata=(*self._metadata, *outgoing()))
+                metadata = (*self._metadata, *outgoing())
+                call = method(request, timeout=self._timeout_seconds, metadata=metadata)
                 return await self._calls.reply(cast(Awaitable[Reply], call))
             except grpc.RpcError as error:
                 self._connected = not lost(error)
@@ -374,13 +336,6 @@ class Client:
     model = _blocking(AsyncClient.model)
     status = _blocking(AsyncClient.status)
     routing = _blocking(AsyncClient.routing)
-    reset_cache = _blocking(AsyncClient.reset_cache)
-    load_adapter = _blocking(AsyncClient.load_adapter)
-    unload_adapter = _blocking(AsyncClient.unload_adapter)
-    adapters = _blocking(AsyncClient.adapters)
-    update_weights = _blocking(AsyncClient.update_weights)
-    sleep = _blocking(AsyncClient.sleep)
-    wake = _blocking(AsyncClient.wake)
     suspend = _blocking(AsyncClient.suspend)
     resume = _blocking(AsyncClient.resume)
     close = _blocking(AsyncClient.close)

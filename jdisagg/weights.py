@@ -4,7 +4,7 @@
         await cluster.weights.update(offered.name, version="step-100")
 
     with jdisagg.weights.offer(tensors, service=ServiceConfig(host="10.0.0.7", port=0)) as offered:
-        client.update_weights(offered.name, version="step-100")  # workers in other processes
+        admin.update_weights(offered.name, version="step-100")  # jdisagg.client.Administration
 
 `tensors` has the names and shapes of the served checkpoint, with arrays in any sharding on any
 devices of this process. Workers read only the parts that their shards need. `layout.reshard_plan`

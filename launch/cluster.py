@@ -26,12 +26,13 @@ from dataclasses import replace
 from pathlib import Path
 
 from jdisagg.config import Mode
+from jdisagg.engine.limits import worker_config
 from jdisagg.errors import ConfigError
 from jdisagg.messages.worker_status import WorkerRole
 from jdisagg.node.cluster import Cluster
 from jdisagg.node.cluster_log import ClusterLog
 from jdisagg.node.cluster_plan import ClusterConfig, ClusterPlan, plan_cluster
-from jdisagg.node.recipes import ClusterShape, load_shape, worker_config
+from jdisagg.node.recipes import ClusterShape, load_shape
 from jdisagg.observe.logs import start_logging
 from jdisagg.observe.process import check_ports
 from jdisagg.service.server import check_address

@@ -88,12 +88,6 @@ ARGUMENTS: dict[str, dict[str, CommandFlag]] = {
             None,
             "Type of weights and KV. auto: the checkpoint's own, also the default with --model.",
         ),
-        "weights": flag(
-            one_of(PRECISION_BITS),
-            None,
-            "Quantize the layers' matrices to this type while loading. fp4: only estimates"
-            " (--engine).",
-        ),
         "engine": flag(one_of(ENGINES), "jdisagg", "Engine whose kernels and host are estimated."),
         "speculation": flag(
             str, None, "TOKENS:ACCEPTANCE, e.g. 2:0.8: drafts per step, and their chance."
@@ -291,6 +285,12 @@ ARGUMENTS: dict[str, dict[str, CommandFlag]] = {
 }
 
 
+# For commands that compare engines, some of which have more types than jdisagg.
+ESTIMATED_WEIGHTS = flag(
+    one_of(PRECISION_BITS), None, "Type of the layers' matrices. jdisagg's own kernels have no fp4."
+)
+
+
 def _of_settings(config: Settings, at: str, defaults: bool) -> Iterator[tuple[str, CommandFlag]]:
     title = _TITLES.get(config.section, config.section.capitalize())
     texts = texts_of(type(config))
@@ -333,6 +333,7 @@ def shown(*sets: str) -> tuple[str, ...]:
 
 
 CLIENT = ("target", "authority", "certificate", "key", "server_name")
+HTTP_TARGET = ("localhost:8000", "Address of the HTTP API: host:port or URL.")
 OBSERVE, SERVICE, HTTP = shown("observe"), shown("service"), shown("http")
 ENGINE = ("config", "revision", *shown("engine"), "set")
 SAMPLING = ("max_tokens", "temperature", "top_k", "top_p", "seed", "ignore_eos", "chat")
@@ -345,8 +346,9 @@ _DEFINE = {
 }
 
 
-def _define(values: absl.FlagValues, name: str, default: object, required: bool) -> None:
-    flag = FLAGS[name]
+def _define(
+    values: absl.FlagValues, name: str, flag: CommandFlag, default: object, required: bool
+) -> None:
     options: dict[str, object] = {"flag_values": values, "required": required}
     if flag.form.values:
         absl.DEFINE_enum(name, default, list(flag.form.values), flag.text, **options)  # type: ignore[arg-type]
@@ -363,12 +365,16 @@ class Given:
         self.names = tuple(names)
         self.required = tuple(required)
         self.texts: dict[str, str] = {}
+        self._flags: dict[str, CommandFlag] = {}
         for name in names:
-            default, text = changes.get(name, FLAGS[name].default), FLAGS[name].text
+            flag, default = FLAGS[name], changes.get(name, FLAGS[name].default)
+            if isinstance(default, CommandFlag):
+                flag, default = default, default.default
+            text = flag.text
             if isinstance(default, tuple) and default:  # (default, the command's own help text)
                 default, text = default
-            self.texts[name] = text
-            _define(self.values, name, default, name in required)
+            self.texts[name], self._flags[name] = text, flag
+            _define(self.values, name, flag, default, name in required)
 
     def __getattr__(self, name: str) -> Any:
         return self.values[name].value
@@ -376,7 +382,7 @@ class Given:
     def check(self) -> None:
         """Raises SettingError if a number breaks the bounds of its flag."""
         for name in self.names:
-            form, value = FLAGS[name].form, getattr(self, name)
+            form, value = self._flags[name].form, getattr(self, name)
             if value is not None and form.kind in (int, float):
                 form.check(value, f"--{name}")
 
@@ -412,7 +418,7 @@ class Given:
 
     def help_of(self, name: str, every: bool = True) -> str:
         """Returns the help of a flag, with its values, or only the first sentence."""
-        text, values = self.texts[name], FLAGS[name].form.values
+        text, values = self.texts[name], self._flags[name].form.values
         if not every:
             text = re.split(r"(?<!e\.g)\. ", text)[0].rstrip(".") + "."
         return f"{text} One of {', '.join(values)}." if values else text
@@ -446,7 +452,7 @@ class Given:
 
 def define(*names: str, required: Sequence[str] = (), **changes: object) -> Given:
     """Defines the flags of a command. `changes`: for some flags, a default that replaces the
-    table's, or (default, help text) that replace both."""
+    table's, (default, help text) that replace both, or a flag of another form."""
     assert set(changes) <= set(names), f"{set(changes) - set(names)} are not the command's flags"
     return Given(names, required, **changes)
 

@@ -42,7 +42,7 @@ from jdisagg.simulator.planning.trials import Process
 from jdisagg.simulator.planning.verdict import devices_for
 from launch.console import run
 from launch.cost_inputs import find_geometry, software_of
-from launch.flags import define
+from launch.flags import ESTIMATED_WEIGHTS, define
 from launch.plan_inputs import (
     block_tokens,
     check_choice,
@@ -66,6 +66,7 @@ FLAGS = (
 )  # fmt: skip
 flags = define(
     *FLAGS,
+    weights=ESTIMATED_WEIGHTS,
     required=("model",),
     limit=20000,
     ttft=1.0,

@@ -14,6 +14,7 @@ from jdisagg.node.accelerators import accelerators_of_host
 from jdisagg.node.gpus import parse_gpus
 from jdisagg.node.recipes import BOTH_SIDES, for_accelerators, load_recipe, of_both_sides
 from jdisagg.router.elastic import ElasticConfig
+from jdisagg.service.client.administration import Administration
 from jdisagg.service.internal.connection import Credentials
 from jdisagg.settings.address import parse_host_port
 from jdisagg.settings.declared import assignment, changed
@@ -120,6 +121,11 @@ def _otlp_endpoint(given: Given) -> str:
     return endpoint
 
 
+def administration(given: Given) -> Administration:
+    """Returns a client of the HTTP API at --target, which is host:port or a URL."""
+    return Administration(given.target, credentials=credentials_of(given, given.token_file))
+
+
 def credentials(given: Given, token_file: str) -> Credentials:
     """Loads the TLS files and the token with which a client calls --target.
 
@@ -127,6 +133,10 @@ def credentials(given: Given, token_file: str) -> Credentials:
         ConfigError: A file cannot be used, or --target is not host:port.
     """
     check_target(given.target)
+    return credentials_of(given, token_file)
+
+
+def credentials_of(given: Given, token_file: str) -> Credentials:
     return Credentials.load(
         authority=given.authority,
         certificate=given.certificate,

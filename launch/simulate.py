@@ -27,7 +27,7 @@ from jdisagg.simulator.result_files import ResultFolder, can_draw
 from jdisagg.simulator.run import simulate
 from jdisagg.simulator.tables import fleet_text, reuse_text, text_of
 from launch.console import run
-from launch.flags import define
+from launch.flags import ESTIMATED_WEIGHTS, define
 from launch.fleet_inputs import controllers, simulated_fleet
 from launch.progress import counted
 from launch.workload_inputs import arrivals_of, reasons, slo_limits
@@ -43,6 +43,7 @@ FLAGS = (
 )  # fmt: skip
 flags = define(
     *FLAGS,
+    weights=ESTIMATED_WEIGHTS,
     mode="disaggregated",
     prefill_workers=1,
     decode_workers=1,

@@ -1,21 +1,20 @@
 """Frees the weights and KV pages of workers, which accept no requests until `jdisagg wake`.
 
-    jdisagg sleep --target=localhost:8700 --sleep_level=2
+    jdisagg sleep --target=localhost:8000 --sleep_level=2
 
 Level 1 copies the weights to host memory. Level 2 drops them, and the worker reads them again from
 their folder when it wakes (docs/weights.md)."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 
-from jdisagg.client import Client
 from jdisagg.messages.weights import SLEEP_SECONDS
-from jdisagg.messages.worker_status import WorkerStatus
 from launch.console import run
-from launch.flags import CLIENT, Given, define
-from launch.settings import credentials
+from launch.flags import CLIENT, HTTP_TARGET, Given, define
+from launch.settings import administration
 
 flags = define(
     *(*CLIENT, "worker", "sleep_level", "deadline_seconds", "token_file"),
+    target=HTTP_TARGET,
     worker=(None, "Name of the only worker. Default: all workers."),
     deadline_seconds=SLEEP_SECONDS,
     token_file="",
@@ -24,8 +23,7 @@ flags = define(
 
 def main() -> None:
     level, seconds = flags.sleep_level, flags.deadline_seconds
-    with Client(flags.target, credentials=credentials(flags, flags.token_file)) as client:
-        report(client.sleep(level, workers_of(flags), deadline_seconds=seconds))
+    report(administration(flags).sleep(level, workers_of(flags), deadline_seconds=seconds))
 
 
 def workers_of(chosen: Given) -> tuple[str, ...]:
@@ -33,9 +31,9 @@ def workers_of(chosen: Given) -> tuple[str, ...]:
     return () if chosen.worker is None else (chosen.worker,)
 
 
-def report(statuses: Sequence[WorkerStatus]) -> None:
-    for status in statuses:
-        print(f"worker {status.name} {'sleeps' if status.asleep else 'is awake'}")
+def report(asleep: Mapping[str, bool]) -> None:
+    for name, sleeps in asleep.items():
+        print(f"worker {name} {'sleeps' if sleeps else 'is awake'}")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Replaces the weights of a running server or cluster, without a restart.
 
-    jdisagg update_weights --target=localhost:8700 --model=/checkpoints/100 --weights_version=100
+    jdisagg update_weights --target=localhost:8000 --model=/checkpoints/100 --weights_version=100
 
 All workers read the checkpoint while they serve the old weights, and then switch to the new weights
 at the same time (docs/weights.md). --update_mode sets what happens to running requests. With
@@ -8,18 +8,17 @@ recompute, their KV is recomputed with the new weights. With drain, the update w
 finish. With keep, they continue with their old KV. Exit status 1: the update failed and all workers
 serve the old weights, or some workers could not switch."""
 
-import asyncio
 import sys
 
-from jdisagg.client import AsyncClient
-from jdisagg.messages.weights import UPDATE_SECONDS, WeightsReport
+from jdisagg.messages.weights import UPDATE_SECONDS
 from launch.console import run
-from launch.flags import CLIENT, define
-from launch.settings import credentials
+from launch.flags import CLIENT, HTTP_TARGET, define
+from launch.settings import administration
 
 flags = define(
     *(*CLIENT, "model", "weights_version", "update_mode", "deadline_seconds", "token_file"),
     required=("model",),
+    target=HTTP_TARGET,
     model=(None, "Checkpoint folder, on the hosts of all workers, or name of an offer."),
     deadline_seconds=UPDATE_SECONDS,
     token_file="",
@@ -27,7 +26,12 @@ flags = define(
 
 
 def main() -> int:
-    report = asyncio.run(_update())
+    report = administration(flags).update_weights(
+        flags.model,
+        version=flags.weights_version,
+        mode=flags.update_mode,
+        deadline_seconds=flags.deadline_seconds,
+    )
     print(
         f"{', '.join(report.workers)} serve {report.weights}: {report.bytes / 1e6:.1f} MB read in"
         f" {report.stage_seconds:.2f} s, placement paused for {report.pause_seconds:.3f} s"
@@ -35,18 +39,6 @@ def main() -> int:
     for failure in report.failed:
         print(f"error: worker {failure}", file=sys.stderr)
     return 1 if report.failed else 0
-
-
-async def _update() -> WeightsReport:
-    async with AsyncClient(
-        flags.target, credentials=credentials(flags, flags.token_file)
-    ) as client:
-        return await client.update_weights(
-            flags.model,
-            version=flags.weights_version,
-            mode=flags.update_mode,
-            deadline_seconds=flags.deadline_seconds,
-        )
 
 
 if __name__ == "__main__":

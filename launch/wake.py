@@ -1,16 +1,16 @@
 """Ends the sleep of workers that `jdisagg sleep` began.
 
-jdisagg wake --target=localhost:8700"""
+jdisagg wake --target=localhost:8000"""
 
-from jdisagg.client import Client
 from jdisagg.messages.weights import UPDATE_SECONDS
 from launch.console import run
-from launch.flags import CLIENT, define
-from launch.settings import credentials
+from launch.flags import CLIENT, HTTP_TARGET, define
+from launch.settings import administration
 from launch.sleep import report, workers_of
 
 flags = define(
     *(*CLIENT, "worker", "deadline_seconds", "token_file"),
+    target=HTTP_TARGET,
     worker=(None, "Name of the only worker. Default: all workers."),
     deadline_seconds=UPDATE_SECONDS,
     token_file="",
@@ -18,8 +18,8 @@ flags = define(
 
 
 def main() -> None:
-    with Client(flags.target, credentials=credentials(flags, flags.token_file)) as client:
-        report(client.wake(workers_of(flags), deadline_seconds=flags.deadline_seconds))
+    admin, seconds = administration(flags), flags.deadline_seconds
+    report(admin.wake(workers_of(flags), deadline_seconds=seconds))
 
 
 if __name__ == "__main__":

@@ -23,6 +23,7 @@ from dataclasses import replace
 
 from jdisagg.config import ObserveConfig
 from jdisagg.engine.host_settings import hand_over_quickly
+from jdisagg.engine.limits import worker_config
 from jdisagg.errors import ConfigError, JdisaggError, UnavailableError
 from jdisagg.instance.processes import ProcessGroup
 from jdisagg.layout.axes import Layout
@@ -31,11 +32,9 @@ from jdisagg.messages.worker_status import WorkerRole
 from jdisagg.node.accelerators import accelerators_of_host
 from jdisagg.node.deployment import prepare_runtime
 from jdisagg.node.gpus import VISIBLE, parse_gpus
-from jdisagg.node.recipes import worker_config
 from jdisagg.node.run_files import ProcessPlace, WorkerProcessConfig, read_config
 from jdisagg.node.signals import end_at_once
-from jdisagg.node.worker import worker_spec
-from jdisagg.node.worker_process import WorkerProcess, join
+from jdisagg.node.worker_process import join, run_worker
 from jdisagg.observe.logs import start_logging
 from jdisagg.observe.process import observing
 from jdisagg.service.certificate import check_certificate
@@ -99,9 +98,8 @@ async def _run(config: WorkerProcessConfig, group: ProcessGroup) -> int:
     source = model_source(worker.model, worker.instance.speculate, worker.service)
     observe = config.observe if group.leads else ObserveConfig()
     async with observing(config.name, observe) as observer:
-        process = WorkerProcess(worker_spec(config, source), config.worker, observer)
-        devices = group.devices(config.worker.instance.layout.devices)
-        return await process.run(group, source.load, devices, source.relayout)
+        devices = group.devices(worker.instance.layout.devices)
+        return await run_worker(config, source, group, devices, observer)
 
 
 def _of_flags() -> WorkerProcessConfig:

@@ -13,7 +13,7 @@ from flax import nnx
 from benchmarks.device_programs import MODELS
 from jdisagg.clock import MonotonicClock
 from jdisagg.config import InstanceConfig, Mode
-from jdisagg.engine.replica import build_replica
+from jdisagg.engine.replica import build_executor
 from jdisagg.executor.mesh_executor import MeshExecutor, MeshRole
 from jdisagg.layout.axes import Layout
 from jdisagg.messages.step_commands import (
@@ -83,7 +83,7 @@ class Engine:
             chunk_tokens=sizes.chunk,
             min_chunk_tokens=min(512, sizes.chunk),
         )
-        self.executor: MeshExecutor = build_replica(
+        self.executor: MeshExecutor = build_executor(
             "gpu-day",
             instance,
             Mode.DISAGGREGATED,
@@ -92,7 +92,7 @@ class Engine:
             InProcessChannel(MonotonicClock()),
             sizes.context,
             None,
-        ).executor
+        )
         self.executor.programs.compiler_options |= options or {}
         self.weight_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(nnx.state(model)))
         self._rng = np.random.default_rng(0)

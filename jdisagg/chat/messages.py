@@ -18,6 +18,7 @@ from jdisagg.errors import InvalidRequestError
 from jdisagg.request import at_most
 
 MAX_TOOLS = 512
+MAX_MESSAGES = 16_384
 _ROLE = re.compile(r"[\w.-]{1,64}", re.ASCII)
 _TOOL_NAME = re.compile(r"[\w.:/-]{1,256}", re.ASCII)
 

@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
-from jdisagg.assembly import LocalAffinity, LocalCluster, Worker
+from jdisagg.assembly import LocalAffinity, LocalCluster, Worker, WorkerHost, tier_room
 from jdisagg.clock import MonotonicClock
 from jdisagg.config import EngineConfig, InstanceConfig, Mode
 from jdisagg.dispatch.ids import random_id
@@ -22,17 +22,13 @@ from jdisagg.dispatch.token_stream import Detokenizer, TokenStream
 from jdisagg.dispatch.weights_control import WeightsControl
 from jdisagg.engine.fingerprint import model_fingerprint
 from jdisagg.engine.kernel_check import failed_kernels
-from jdisagg.engine.limits import handoff_groups, hands_windows_apart
-from jdisagg.engine.memory_plan import tier_room
+from jdisagg.engine.limits import worker_config
 from jdisagg.engine.replica import (
-    Loaded,
     LoadModel,
     Progress,
     Replica,
     build_replica,
     context_tokens,
-    load_stages,
-    mesh_role,
     warm_up,
 )
 from jdisagg.errors import ConfigError, LayoutError, UnavailableError
@@ -47,7 +43,6 @@ from jdisagg.observe.observer import Observer
 from jdisagg.request import Request, StreamEvent
 from jdisagg.router.cluster_state import Description
 from jdisagg.scheduler.executor import Executor
-from jdisagg.scheduler.host_blocks import TierRoom
 from jdisagg.scheduler.kept_view import KeptBlock
 from jdisagg.scheduler.residency import BlockNames
 from jdisagg.transfer.disk_store import directory_secret
@@ -115,18 +110,16 @@ class EmbeddedCluster:
         self._observer = observer
         self._meshes: list[Executor] = []
         prefill_devices, decode_devices = carve_devices(config, devices)
-        groups = self._layer_groups
-        decode_loaded = load_stages(load, config.decode.layout, decode_devices, groups)
-        self.model = decode_loaded.model
-        self.context_tokens = context_tokens(config.model, self.model)
+        two = config.mode is Mode.DISAGGREGATED
+        role = WorkerRole.DECODE if two else WorkerRole.MIXED
+        self.decode = self.build(DECODE, role, load, decode_devices)
         self.prefill: Replica | None = None
-        if config.mode is Mode.DISAGGREGATED:
-            loaded = load_stages(load, config.prefill.layout, prefill_devices, groups)
-            self.prefill = self.build("prefill", WorkerRole.PREFILL, config.prefill, loaded)
-        role = WorkerRole.DECODE if self.prefill else WorkerRole.MIXED
-        self.decode = self.build("decode", role, config.decode, decode_loaded)
+        if two:
+            self.prefill = self.build(PREFILL, WorkerRole.PREFILL, load, prefill_devices)
+        self.model = self.decode.loaded.model
+        self.context_tokens = context_tokens(config.model, self.model)
         self._names = self._block_names()
-        self.local = LocalCluster(self.clock, config.limits, random_id, self._between)
+        self.local = LocalCluster(self.clock, random_id, self._between)
         ports = self._make_ports()
         appends = self._names is not None and config.prefix.appends > 0
         self.path = RequestPath(
@@ -145,12 +138,6 @@ class EmbeddedCluster:
         if observer:
             self._watch(observer)
 
-    @property
-    def _layer_groups(self) -> int | None:
-        """The prefill and the decode side of a hand-off must use the same number."""
-        two = self.config.mode is Mode.DISAGGREGATED
-        return handoff_groups(self.config) if two else self.config.decode.layout.pp
-
     def _between(self, worker: Worker, caller: Worker | None) -> Sequence[object]:
         return wrap.calls(worker, caller, self._observer)
 
@@ -161,44 +148,38 @@ class EmbeddedCluster:
         return LocalAffinity(list(self.local.workers.values()), self._names.secret)
 
     def _make_ports(self) -> ClusterPorts:
-        config = self.config
         if self.prefill:
-            self.add(PREFILL, WorkerRole.PREFILL, self.prefill)
+            self.add(self.prefill)
             self.decode.executor.expect(self.prefill.executor.card)
-        role = WorkerRole.DECODE if self.prefill else WorkerRole.MIXED
-        self.add(DECODE, role, self.decode, config.mode)
+        self.add(self.decode)
         return self.local.cluster_ports()
 
-    def add(
+    def build(
         self,
         name: str,
         role: WorkerRole,
-        replica: Replica,
-        mode: Mode = Mode.DISAGGREGATED,
-        tiers: TierRoom | None = None,
-        fetches: bool = False,
-    ) -> Worker:
-        """Adds a worker. Must be called before `start`.
+        load: LoadModel,
+        devices: Sequence[Device],
+        instance: InstanceConfig | None = None,
+    ) -> Replica:
+        """Builds the replica of a worker. `instance` replaces the configured one of its role."""
+        config = worker_config(self.config, role)
+        prefix = replace(config.prefix, peer_fetch=False)  # one worker of a role has no peers
+        config = replace(config, prefix=prefix, instance=instance or config.instance)
+        context = WorkerContext(name, self.clock, random_id, tiers=tier_room(prefix))
+        host = WorkerHost(context, role, config, migrates=False)
+        return build_replica(host, load, devices, self.channel)
 
-        Args:
-            tiers: Sizes of the worker's prefix cache in host memory and on disk. The default is the
-                sizes in the configuration.
-            fetches: Whether a prefill worker may fetch cached KV from other workers.
-        """
-        self._meshes.append(wrap.mesh(name, replica.executor, self._observer))
-        context = WorkerContext(
-            name,
-            self.clock,
-            random_id,
+    def add(self, replica: Replica) -> Worker:
+        """Adds the worker of a replica. Must be called before `start`."""
+        host = replica.host.knowing(
             names=self._names,
-            tiers=tiers or tier_room(self.config.prefix),
             times=lambda: replica.times,
             kernels=failed_kernels(),
             weights=ServedWeights(start_folder=self.config.model.directory),
         )
-        return self.local.add(
-            role, context, self._meshes[-1], replica.config, mode, fetches=fetches
-        )
+        self._meshes.append(wrap.mesh(host.name, replica.executor, self._observer))
+        return self.local.add(host, self._meshes[-1])
 
     def _block_names(self) -> BlockNames | None:
         """If blocks are cached on disk, the secret is stored in the cache directory instead, and
@@ -349,31 +330,3 @@ class EmbeddedCluster:
         await self.local.stop()
         for mesh in self._meshes:
             await asyncio.to_thread(mesh.close)
-
-    def build(
-        self,
-        name: str,
-        role: WorkerRole,
-        config: InstanceConfig,
-        loaded: Loaded,
-        peer_tokens: int = 0,
-    ) -> Replica:
-        return build_replica(
-            name,
-            # Both sides of a hand-off must use the same layer groups.
-            replace(config, block_bytes=self.config.prefill.block_bytes),
-            self.config.mode,
-            loaded,
-            replace(
-                mesh_role(role, config, self.config.prefix),
-                # An embedded cluster does not migrate sequences, and no peer caches other KV.
-                extracts=role is WorkerRole.PREFILL and bool(self.config.prefix.reuse),
-                codec=config.codec if role is WorkerRole.DECODE else "none",
-                peer_tokens=peer_tokens,
-            ),
-            self.channel,
-            self.context_tokens,
-            self._layer_groups,
-            hands_windows_apart(self.kv_spec.can_part, self.config.mode),
-            self.config.prefix,
-        )

@@ -3,8 +3,9 @@ configuration and a model's KV spec. No function has side effects."""
 
 import math
 from dataclasses import replace
+from typing import Any
 
-from jdisagg.config import NO_PREFIX, EngineConfig, InstanceConfig, Mode, PrefixConfig
+from jdisagg.config import NO_PREFIX, EngineConfig, InstanceConfig, Mode, PrefixConfig, WorkerConfig
 from jdisagg.errors import ConfigError
 from jdisagg.layout.kv_spec import KVSpec, ring_pages
 from jdisagg.layout.platforms import traits_of
@@ -12,6 +13,7 @@ from jdisagg.messages.worker_status import WorkerRole
 from jdisagg.scheduler.blocks import StageCut, stage_layers
 from jdisagg.scheduler.executor import TYPICAL_PROMPT, MeshLimits, buckets, sequences_ahead
 from jdisagg.scheduler.window_pages import prompt_pages
+from jdisagg.settings.declared import settings_of
 
 GRANULE_TOKENS = 16
 LARGEST_WHOLE_PREFILL = 8192
@@ -273,14 +275,6 @@ def hands_windows_apart(can_part: bool, mode: Mode) -> bool:
     return can_part and mode is Mode.DISAGGREGATED
 
 
-def fetched_tokens(role: WorkerRole, prefix: PrefixConfig, page_size: int) -> int:
-    """Returns the number of tokens in each cached block that a worker fetches from other workers,
-    or 0 if it fetches none. Decode workers that compute no prompts fetch none, because a prefill
-    worker sends them the KV of the whole prompt anyway."""
-    computes = role is not WorkerRole.DECODE or prefix.appends > 0
-    return prefix.peer_tokens(page_size) if computes else 0
-
-
 def largest_chunk(instance: InstanceConfig, mode: Mode, context_tokens: int) -> int:
     """Returns the number of tokens in the longest prefill chunk of one dp rank. In unified mode
     short prompts share a chunk of at most `chunk_tokens`, because on a CPU longer chunks exceed the
@@ -314,6 +308,24 @@ def handoff_groups(config: EngineConfig) -> int | None:
     """Returns `asked_groups` for the prefill and decode instances of a cluster."""
     prefill, decode = config.prefill, config.decode
     return asked_groups(prefill.layer_groups, prefill.layout.pp, decode.layout.pp)
+
+
+def worker_config(config: EngineConfig, role: WorkerRole) -> WorkerConfig:
+    """Returns the configuration of one worker of the cluster that `config` describes."""
+    instance = config.prefill if role is WorkerRole.PREFILL else config.decode
+    cut = config.prefill  # Both sides of a hand-off must use the same layer groups.
+    two_meshes = config.mode is Mode.DISAGGREGATED
+    groups = handoff_groups(config) if two_meshes else config.decode.layout.pp
+    mode = Mode.CHUNKED if two_meshes else config.mode
+    instance = replace(
+        instance,
+        layer_groups=groups,
+        block_bytes=cut.block_bytes,
+        speculate=shared_drafts(config, instance.speculate),
+    )
+    names = [form.name for form in settings_of(WorkerConfig)]
+    values: dict[str, Any] = {name: getattr(config, name, None) for name in names}
+    return WorkerConfig(**values | {"mode": mode, "instance": instance})
 
 
 def stage_cut(pp: int, layer_groups: int | None) -> StageCut:

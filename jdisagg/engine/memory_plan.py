@@ -10,8 +10,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+from jdisagg.assembly import fetched_tokens
 from jdisagg.config import (
     NO_PREFIX,
     EngineConfig,
@@ -32,15 +33,14 @@ from jdisagg.engine.limits import (
     asked_groups,
     check_head,
     drafts_with_layer,
-    fetched_tokens,
     group_count,
-    handoff_groups,
     hands_windows_apart,
     largest_chunk,
     loads_head,
     snapshot_slots,
     state_slots,
     window_pages,
+    worker_config,
 )
 from jdisagg.engine.stages import check_stages
 from jdisagg.errors import ConfigError
@@ -52,7 +52,7 @@ from jdisagg.model_api import Device
 from jdisagg.ops.image_attention import SCORES
 from jdisagg.scheduler.blocks import stage_layers
 from jdisagg.scheduler.executor import LONGEST_RUN
-from jdisagg.scheduler.host_blocks import MOST_WRITING, TierRoom
+from jdisagg.scheduler.host_blocks import MOST_WRITING
 from jdisagg.worker.given_kv import MOST_CHUNKS, MOST_CHUNKS_OF_DECODE, MOST_GIVEN_WITH_STATE
 from jdisagg.worker.host_tier import MOST_SNAPSHOTS_WRITING
 from jdisagg.worker.incoming_handoff import BLOCKS_IN_FLIGHT
@@ -148,27 +148,17 @@ def fit_engine(
     """Completes the configuration of an embedded cluster for devices with `memory` each. Returns
     the configuration and one plan for each mesh. Raises ConfigError if the cluster does not fit
     into memory."""
-    two = config.mode is Mode.DISAGGREGATED
     roles = {"prefill": WorkerRole.PREFILL, "decode": WorkerRole.DECODE}
-    if not two:
+    if config.mode is not Mode.DISAGGREGATED:
         roles = {"decode": WorkerRole.MIXED}
-    made: dict[str, InstanceConfig] = {}
-    plans: list[MemoryPlan] = []
-    model, pp = config.model, config.decode.layout.pp
-    groups = handoff_groups(config) if two else pp
-    for name, role in roles.items():
-        instance = getattr(config, name)
-        if pp > 1 or (two and config.prefill.layout.pp > 1):
-            instance = replace(instance, layer_groups=groups)
-        made[name], plan = fit_instance(
-            instance, role, config.mode, model, geometry, memory, config.prefix
-        )
-        plans.append(plan)
-    context = min(plan.context_tokens for plan in plans)
-    return (
-        replace(config, model=replace(model, context_tokens=context), **made),  # type: ignore[arg-type]
-        tuple(plans),
-    )
+    fitted = {
+        name: fit_worker(worker_config(config, role), role, geometry, memory)
+        for name, role in roles.items()
+    }
+    plans = tuple([plan for _, plan in fitted.values()])
+    model = replace(config.model, context_tokens=min(plan.context_tokens for plan in plans))
+    instances: Any = {name: worker.instance for name, (worker, _) in fitted.items()}
+    return replace(config, model=model, **instances), plans
 
 
 def fit_worker(
@@ -467,16 +457,6 @@ def describe_cache(prefix: PrefixConfig) -> str:
         tiers.append("other workers")
     appends = f"; decode appends up to {prefix.appends} tokens" if prefix.appends else ""
     return f"prefix cache on: {', '.join(tiers)}{appends}"
-
-
-def tier_room(prefix: PrefixConfig, rank_bound: bool = False) -> TierRoom:
-    return TierRoom(
-        prefix.host_bytes,
-        prefix.disk_bytes,
-        prefix.restores == "always",
-        3600.0 * prefix.disk_ttl_hours,
-        rank_bound,
-    )
 
 
 def _activations(

@@ -13,15 +13,10 @@ from typing import Protocol
 
 import jax
 
+from jdisagg.assembly import WorkerHost
 from jdisagg.config import NO_PREFIX, InstanceConfig, Mode, ModelConfig, PrefixConfig, WorkerConfig
 from jdisagg.costs.measured import StepTimes
-from jdisagg.engine.limits import (
-    asked_groups,
-    fetched_tokens,
-    hands_windows_apart,
-    mesh_limits,
-    stage_cut,
-)
+from jdisagg.engine.limits import asked_groups, hands_windows_apart, mesh_limits, stage_cut
 from jdisagg.engine.stages import check_stages
 from jdisagg.errors import ConfigError, LayoutError
 from jdisagg.executor.mesh_executor import MeshExecutor, MeshRole
@@ -55,13 +50,13 @@ Progress = Callable[[int, int], None]
 
 @dataclass
 class Replica:
-    """A model on one mesh, with its configuration and executor.
+    """A model on one mesh, with its host and executor.
 
     Attributes:
         times: Measured times of the replica's programs, or None before `measure` is called.
     """
 
-    config: InstanceConfig
+    host: WorkerHost
     executor: MeshExecutor
     loaded: Loaded
     times: StepTimes | None = None
@@ -84,7 +79,7 @@ class KvPlane:
     transports: int
 
 
-def build_replica(
+def build_executor(
     name: str,
     config: InstanceConfig,
     mode: Mode,
@@ -95,7 +90,7 @@ def build_replica(
     layer_groups: int | None,
     windows_apart: bool = False,
     prefix: PrefixConfig = NO_PREFIX,
-) -> Replica:
+) -> MeshExecutor:
     """Builds the executor of a loaded model.
 
     Args:
@@ -131,77 +126,63 @@ def build_replica(
         images=None if vision is None else vision.format,
         image_rows=0 if vision is None else vision.kept_rows,
     )
-    executor = MeshExecutor(name, loaded.model, programs, config.layout, limits, role, channel)
-    return Replica(config, executor, loaded)
+    return MeshExecutor(name, loaded.model, programs, config.layout, limits, role, channel)
 
 
-def build_worker_replica(
-    name: str,
-    role: WorkerRole,
-    config: WorkerConfig,
+def build_replica(
+    host: WorkerHost,
     load: LoadModel,
     devices: Sequence[Device],
     channel: Channel,
-    plane: KvPlane,
+    plane: KvPlane | None = None,
 ) -> Replica:
     """Builds the replica of one worker on as many of the first `devices` as its layout needs.
-    `plane` becomes a part of the card that describes the mesh to peers. Blocks while weights are
-    loaded. Raises LayoutError if there are too few devices."""
+    Blocks while weights are loaded.
+
+    Args:
+        plane: Addresses for peers of other processes, which become a part of the mesh's card.
+
+    Raises:
+        LayoutError: There are too few devices.
+    """
+    config = host.config
     layout = config.instance.layout
     if layout.devices > len(devices):
         raise LayoutError(
             f"layout {layout} needs {layout.devices} devices, and there are {len(devices)}; choose"
             " a smaller one, or give more"
         )
-    groups = layer_groups(role, config)
+    groups = layer_groups(host.role, config)
     loaded = load_stages(load, layout, devices[: layout.devices], groups)
-    mode = worker_mode(role, config.mode)
-    instance = build_replica(
-        name,
+    executor = build_executor(
+        host.name,
         config.instance,
-        mode,
+        host.mode,
         loaded,
-        mesh_role(role, config.instance, config.prefix),
+        mesh_role(host),
         channel,
         context_tokens(config.model, loaded.model),
         groups,
-        hands_windows_apart(loaded.model.kv_spec.can_part, mode),
+        hands_windows_apart(loaded.model.kv_spec.can_part, host.mode),
         config.prefix,
     )
-    executor = instance.executor
-    executor.card = replace(executor.card, ends=plane.ends, transports=plane.transports)
-    return instance
+    if plane is not None:
+        executor.card = replace(executor.card, ends=plane.ends, transports=plane.transports)
+    return Replica(host, executor, loaded)
 
 
-def worker_mode(role: WorkerRole, asked: Mode) -> Mode:
-    if role is not WorkerRole.MIXED:
-        return Mode.DISAGGREGATED
-    if asked is Mode.DISAGGREGATED:
-        raise ConfigError(
-            "mode=disaggregated: a mixed worker has one mesh; set mode to chunked or unified"
-        )
-    return asked
-
-
-def mesh_role(role: WorkerRole, config: InstanceConfig, prefix: PrefixConfig) -> MeshRole:
-    if role is WorkerRole.PREFILL:
-        return MeshRole(
-            prefill=True,
-            decode=False,
-            emit=True,
-            extracts=bool(prefix.reuse),
-            host_tokens=prefix.host_tokens(config.page_size),
-            disk=prefix.disk_dir,
-            peer_tokens=fetched_tokens(role, prefix, config.page_size),
-        )
+def mesh_role(host: WorkerHost) -> MeshRole:
+    role, prefix, instance = host.role, host.config.prefix, host.config.instance
+    prefills, decodes = role is not WorkerRole.DECODE, role is not WorkerRole.PREFILL
     return MeshRole(
-        prefill=role is WorkerRole.MIXED,
-        decode=True,
-        codec=config.codec,
-        extracts=True,
-        host_tokens=prefix.host_tokens(config.page_size),
+        prefill=prefills,
+        decode=decodes,
+        emit=not decodes,
+        codec=instance.codec if decodes and (host.migrates or not prefills) else "none",
+        extracts=host.migrates if decodes else bool(prefix.reuse),
+        host_tokens=prefix.host_tokens(instance.page_size),
         disk=prefix.disk_dir,
-        peer_tokens=fetched_tokens(role, prefix, config.page_size),
+        peer_tokens=host.fetched_tokens,
     )
 
 

@@ -12,12 +12,13 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from jdisagg.config import EngineConfig, ObserveConfig, ServiceConfig
+from jdisagg.engine.limits import worker_config
 from jdisagg.errors import ConfigError
 from jdisagg.layout.axes import Layout
 from jdisagg.messages.worker_status import WorkerRole
 from jdisagg.node.accelerators import accelerators_of_host
 from jdisagg.node.gpus import DEVICE_FRACTION, assign_gpus, gpu_environment
-from jdisagg.node.recipes import ClusterShape, worker_config
+from jdisagg.node.recipes import ClusterShape
 from jdisagg.node.router import RouterConfig
 from jdisagg.node.run_files import (
     ProcessPlace,

@@ -65,7 +65,7 @@ class ModelSource:
     family: str
     geometry: CostGeometry
     load: LoadModel
-    relayout: Relayout
+    relayout: Relayout | None = None
     grammars: GrammarCompiler | None = None
     check_adapter: CheckAdapter | None = None
     weights: WeightsSource | None = None

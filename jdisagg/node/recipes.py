@@ -13,16 +13,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import yaml
 
-from jdisagg.config import EngineConfig, InstanceConfig, Mode, ModelConfig, WorkerConfig
-from jdisagg.engine.limits import handoff_groups, shared_drafts
+from jdisagg.config import EngineConfig, InstanceConfig, Mode, ModelConfig
 from jdisagg.errors import ConfigError, JdisaggError
 from jdisagg.layout.axes import Layout
-from jdisagg.messages.worker_status import WorkerRole
-from jdisagg.settings.declared import SettingError, changed, settings_of
+from jdisagg.settings.declared import SettingError, changed
 
 Returned = TypeVar("Returned")
 DATA = (".yaml", ".yml", ".json")
@@ -185,23 +183,6 @@ def _place(node: yaml.Node | None, names: list[str]) -> tuple[int, int]:
             depth, line = _place(inner, names[1:])
             places.append((depth + 1, line or key.start_mark.line + 1))
     return max(places)
-
-
-def worker_config(config: EngineConfig, role: WorkerRole) -> WorkerConfig:
-    instance = config.prefill if role is WorkerRole.PREFILL else config.decode
-    cut = config.prefill  # Both sides of a hand-off must use the same layer groups.
-    two_meshes = config.mode is Mode.DISAGGREGATED
-    groups = handoff_groups(config) if two_meshes else cut.layer_groups
-    mode = Mode.CHUNKED if two_meshes else config.mode
-    instance = replace(
-        instance,
-        layer_groups=groups,
-        block_bytes=cut.block_bytes,
-        speculate=shared_drafts(config, instance.speculate),
-    )
-    names = [form.name for form in settings_of(WorkerConfig)]
-    values: dict[str, Any] = {name: getattr(config, name, None) for name in names}
-    return WorkerConfig(**values | {"mode": mode, "instance": instance})
 
 
 def recipe_text(config: EngineConfig, shape: ClusterShape, docstring: str) -> str:

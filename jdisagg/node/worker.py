@@ -10,20 +10,17 @@ can begin in the same process on the same devices."""
 import asyncio
 import contextlib
 import sys
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import jax
 
-from jdisagg.assembly import Worker, build_worker
+from jdisagg.assembly import Worker, WorkerHost, tier_room
 from jdisagg.clock import Clock
 from jdisagg.config import WorkerConfig
 from jdisagg.costs.hardware import Accelerator
-from jdisagg.costs.model_geometry import CostGeometry
 from jdisagg.dispatch.ids import random_id
-from jdisagg.engine.fingerprint import model_fingerprint
 from jdisagg.engine.kernel_check import failed_kernels
-from jdisagg.engine.limits import fetched_tokens
 from jdisagg.engine.memory_plan import (
     check_disk_cache,
     check_host_cache,
@@ -31,31 +28,18 @@ from jdisagg.engine.memory_plan import (
     device_memory,
     fit_worker,
     host_room,
-    tier_room,
 )
 from jdisagg.engine.prefix_defaults import fit_with_defaults, worker_defaults
-from jdisagg.engine.replica import (
-    KvPlane,
-    Loaded,
-    LoadModel,
-    Replica,
-    build_worker_replica,
-    warm_up,
-    worker_mode,
-)
+from jdisagg.engine.replica import KvPlane, Loaded, LoadModel, Replica, build_replica, warm_up
 from jdisagg.errors import JdisaggError, UnavailableError
 from jdisagg.executor.programs import Programs
-from jdisagg.executor.weight_swaps import WeightsSource
-from jdisagg.grammar.compiler import GrammarCompiler
 from jdisagg.instance.followers import Followers
 from jdisagg.instance.processes import ProcessGroup
 from jdisagg.layout.mesh_card import KvEnd
 from jdisagg.messages.ports import DecodePort, PeerPort, PrefillPort
 from jdisagg.messages.registry import ModelCard, WorkerCard
-from jdisagg.messages.worker_status import WorkerRole
 from jdisagg.model_api import Device
 from jdisagg.node.deployment import ModelSource
-from jdisagg.node.hardware_files import find_accelerator
 from jdisagg.node.instance_group import follow, lead
 from jdisagg.node.kv_endpoint import TRANSPORTS, called_address, kv_interface
 from jdisagg.node.kv_events import KvEventPublisher
@@ -68,7 +52,6 @@ from jdisagg.node.weights_offer import serve_offer
 from jdisagg.observe import wrap
 from jdisagg.observe.observer import Observer
 from jdisagg.scheduler.executor import Executor
-from jdisagg.scheduler.host_blocks import TierRoom
 from jdisagg.scheduler.residency import BlockNames
 from jdisagg.service.guard import Service
 from jdisagg.service.internal.kv_link import GrpcKvLink
@@ -93,60 +76,19 @@ from jdisagg.worker.weights_updates import ServedWeights
 LOOK_SECONDS = 0.25
 
 
-@dataclass(frozen=True, slots=True)
-class WorkerSpec:
-    """Identity of a worker. `WorkerConfig` has its configuration.
-
-    Attributes:
-        fingerprint: Hash that identifies the model, its data types and its quantization.
-        sharers: Number of workers on this host that share its memory, including this one.
-        weights: Reader of new weights of the model, or None to refuse updates.
-    """
-
-    name: str
-    role: WorkerRole
-    routers: tuple[str, ...]
-    family: str
-    model_name: str
-    fingerprint: str
-    place: str = ""
-    geometry: CostGeometry | None = None
-    hardware: Accelerator | None = None
-    sharers: int = 1
-    grammars: GrammarCompiler | None = None
-    weights: WeightsSource | None = None
-
-
-def worker_spec(config: WorkerProcessConfig, source: ModelSource) -> WorkerSpec:
-    """Raises ConfigError if the configured hardware is unknown."""
-    model, hardware = config.worker.model, config.worker.instance.hardware
-    return WorkerSpec(
-        name=config.name,
-        role=config.role,
-        routers=config.routers,
-        family=source.family,
-        model_name=source.name,
-        fingerprint=model_fingerprint(model.directory, model.dtype, model.weights, model.kv_dtype),
-        place=config.place,
-        geometry=source.geometry,
-        hardware=find_accelerator(hardware) if hardware else None,
-        sharers=config.sharers,
-        grammars=source.grammars,
-        weights=source.weights,
-    )
-
-
 @dataclass(slots=True)
 class WorkerProcessState:
     """State of a worker process that all its runs share.
 
     Attributes:
-        spec, config: Identity and configuration in the current role. `config.service.port` is not
-            0.
+        process: Configuration in the current role. The port of its service is not 0.
+        fingerprint: Hash that identifies the model, its data types and its quantization.
     """
 
-    spec: WorkerSpec
-    config: WorkerConfig
+    process: WorkerProcessConfig
+    source: ModelSource
+    fingerprint: str
+    hardware: Accelerator | None
     observer: Observer | None
     clock: Clock
     signals: StopSignals
@@ -158,17 +100,21 @@ class WorkerProcessState:
     programs: dict[Role, Programs] = field(default_factory=dict)
     weights: ServedWeights = field(default_factory=ServedWeights)
 
+    @property
+    def config(self) -> WorkerConfig:
+        return self.process.worker
+
 
 class WorkerRuntime:
     """One run of a worker in one role. The constructor must run on the event loop. `live` may be
     called once."""
 
     def __init__(self, state: WorkerProcessState) -> None:
-        self._state, spec = state, state.spec
+        self._state, process = state, state.process
         fraction = state.config.instance.memory_fraction
         room = host_room(state.devices[0], fraction)
         self._config = worker_defaults(
-            state.config, spec.role, spec.sharers, state.group.processes, room
+            state.config, process.role, process.sharers, state.group.processes, room
         )
         self._service = state.config.service
         self._address = called_address(self._service)
@@ -179,7 +125,6 @@ class WorkerRuntime:
         self._link = GrpcKvLink(end, credentials)
         self._peers = PeerPorts(credentials, state.clock, state.config.limits.timeouts.call)
         self._followers: Followers | None = None
-        self._kv_channels: Callable[[], tuple[str, ...]] = tuple
 
     async def live(self, load: LoadModel) -> int:
         """Returns the exit status, which is 0 after a signal or a requested role change. Raises an
@@ -194,7 +139,6 @@ class WorkerRuntime:
             memories=self._memories,
         )
         self._link.deliver_to(channel)
-        self._kv_channels = channel.channels
         try:
             return (
                 await self._led(load, channel, end)
@@ -207,14 +151,26 @@ class WorkerRuntime:
             await self._peers.close()
 
     def _build(self, load: LoadModel, channel: NegotiatedChannel, end: KvEnd) -> Replica:
-        state, plane = self._state, KvPlane((end,), TRANSPORTS)
-        instance = build_worker_replica(
-            state.spec.name, state.spec.role, self._fitted(), load, state.devices, channel, plane
+        state, config = self._state, self._fitted()
+        apart = state.group.processes > 1 and config.instance.layout.dp > 1
+        context = WorkerContext(
+            state.process.name,
+            state.clock,
+            random_id,
+            state.fingerprint,
+            self._address,
+            tiers=tier_room(config.prefix, rank_bound=apart),
+            kv_channels=channel.channels,
+            kernels=failed_kernels(),
+            weights=state.weights,
         )
-        if instance.config.layout.pp > 1:
+        host = WorkerHost(context, state.process.role, config)
+        plane = KvPlane((end,), TRANSPORTS)
+        instance = build_replica(host, load, state.devices, channel, plane)
+        if config.instance.layout.pp > 1:
             channel.name_devices_by(instance.loaded.mesh)
-        instance.executor.constrain(state.spec.grammars)
-        instance.executor.swaps.source = state.spec.weights
+        instance.executor.constrain(state.source.grammars)
+        instance.executor.swaps.source = state.source.weights
         instance.executor.swaps.make_offer = self._offer
         state.loaded = instance.loaded
         if state.roles.now in state.programs:
@@ -228,28 +184,21 @@ class WorkerRuntime:
         service = replace(self._service, port=0, http_port=None)
         return serve_offer(OfferedWeights("", parameters, seconds, content), service)
 
-    def _tiers(self) -> TierRoom:
-        config = self._config
-        apart = self._state.group.processes > 1 and config.instance.layout.dp > 1
-        return tier_room(config.prefix, rank_bound=apart)
-
     def _fitted(self) -> WorkerConfig:
-        spec, config = self._state.spec, self._config
+        process, config = self._state.process, self._config
         fraction = config.instance.memory_fraction
         if config.prefix.host_bytes:
             check_disk_cache(config.prefix, config.instance.layout, self._state.group.processes)
-            check_host_cache(config.prefix, self._state.devices[0], fraction, spec.sharers)
-        if spec.geometry is None:
-            return config
+            check_host_cache(config.prefix, self._state.devices[0], fraction, process.sharers)
         devices = self._state.devices[: config.instance.layout.devices]
-        memory = device_memory(devices, fraction, spec.sharers)
-        shape, given = spec.geometry, self._state.config.prefix
+        memory = device_memory(devices, fraction, process.sharers)
+        shape, given = self._state.source.geometry, self._state.config.prefix
         self._config, plan = fit_with_defaults(
-            config, given, lambda whole: fit_worker(whole, spec.role, shape, memory)
+            config, given, lambda whole: fit_worker(whole, process.role, shape, memory)
         )
         if self._state.group.leads:
             for text in (plan.summary, describe_cache(self._config.prefix)):
-                print(f"worker {spec.name}: {text}", flush=True)
+                print(f"worker {process.name}: {text}", flush=True)
         return self._config
 
     async def _following(self, instance: Replica, end: KvEnd) -> int:
@@ -291,7 +240,7 @@ class WorkerRuntime:
                 return 0
             state.roles.warm()
             executor = await leading.over(instance.executor, end) if leading else instance.executor
-            executor = wrap.mesh(state.spec.name, executor, state.observer)
+            executor = wrap.mesh(state.process.name, executor, state.observer)
             status = await self._serve_with(instance, executor)
         except Exception:
             # In an instance of several processes, the process exits instead. It must not wait for
@@ -315,7 +264,7 @@ class WorkerRuntime:
             instance: Replica with the loaded model and this process's executor.
             executor: Executor for the worker's commands, over all processes of the instance.
         """
-        state, spec, prefix = self._state, self._state.spec, self._config.prefix
+        state, process, prefix = self._state, self._state.process, self._config.prefix
         worker = self._worker(instance, executor)
         tokens = read_tokens(self._service.cluster_token_file)
         services = (
@@ -326,7 +275,7 @@ class WorkerRuntime:
         server = GrpcServer(services, self._service, worker.boot_id)
         credentials = cluster_credentials(self._service)
         registration = RegistryClient(
-            spec.routers,
+            process.routers,
             self._card(instance, worker),
             worker.status,
             credentials,
@@ -349,7 +298,7 @@ class WorkerRuntime:
             state.roles.serves(worker.boot_id, instance.loaded.model.geometry)
             layout = state.config.instance.layout
             print(
-                f"jdisagg {spec.role.value} worker {spec.name} ({layout}) serves on"
+                f"jdisagg {process.role.value} worker {process.name} ({layout}) serves on"
                 f" {self._address}",
                 flush=True,
             )
@@ -360,35 +309,16 @@ class WorkerRuntime:
         return status
 
     def _worker(self, instance: Replica, executor: Executor) -> Worker:
-        state, spec, config = self._state, self._state.spec, self._config
-        context = WorkerContext(
-            spec.name,
-            state.clock,
-            random_id,
-            spec.fingerprint,
-            self._address,
-            BlockNames.of(
-                config.prefix,
-                block_secret(self._service),
-                f"{spec.fingerprint} {instance.loaded.model.kv_spec}",
-            ),
-            self._tiers(),
-            self._kv_channels,
-            lambda: instance.times,
-            failed_kernels(),
-            state.weights,
+        state, config = self._state, self._config
+        names = BlockNames.of(
+            config.prefix,
+            block_secret(self._service),
+            f"{state.fingerprint} {instance.loaded.model.kv_spec}",
         )
-        worker = build_worker(
-            spec.role,
-            context,
-            executor,
-            config.instance,
-            config.limits,
-            wrap.peers(spec.name, self._peers.find, state.observer),
-            worker_mode(spec.role, config.mode),
-            fetches=fetched_tokens(spec.role, config.prefix, config.instance.page_size) > 0,
-        )
-        worker.constrain(spec.grammars)
+        host = instance.host.knowing(names=names, times=lambda: instance.times)
+        peers = wrap.peers(state.process.name, self._peers.find, state.observer)
+        worker = host.worker(executor, peers)
+        worker.constrain(state.source.grammars)
         return worker
 
     def _observe(
@@ -396,7 +326,7 @@ class WorkerRuntime:
     ) -> None:
         if self._state.observer:
             metrics, programs = self._state.observer.metrics, instance.executor.programs
-            metrics.model = self._state.spec.model_name
+            metrics.model = self._state.source.name
             metrics.watch_worker(
                 worker.name, worker.status, worker.counters, lambda: programs.compilations
             )
@@ -408,11 +338,11 @@ class WorkerRuntime:
         if not self._state.config.warm_up:
             return
         began = self._state.clock.now()
-        print(f"worker {self._state.spec.name} compiles its programs", flush=True)
+        print(f"worker {self._state.process.name} compiles its programs", flush=True)
         with progress_bar("compiling") as progress:
             await warm_up([instance], progress)
         seconds, count = self._state.clock.now() - began, instance.executor.programs.compilations
-        name = self._state.spec.name
+        name = self._state.process.name
         print(f"worker {name} is warm after {seconds:.1f} s ({count} programs)", flush=True)
 
     async def _unless(
@@ -429,27 +359,27 @@ class WorkerRuntime:
         return done
 
     def _card(self, instance: Replica, worker: Worker) -> WorkerCard:
-        limits, model, spec = instance.executor.limits, instance.loaded.model, self._state.spec
+        limits, model, state = instance.executor.limits, instance.loaded.model, self._state
         card = ModelCard(
-            name=spec.model_name,
-            family=spec.family,
+            name=state.source.name,
+            family=state.source.family,
             vocabulary=model.vocabulary,
             context_tokens=limits.context_tokens,
-            dtype=self._state.config.model.dtype,
+            dtype=state.config.model.dtype,
             kv_bytes_per_token=model.kv_spec.bytes_per_token,
-            fingerprint=spec.fingerprint,
-            geometry=spec.geometry,
+            fingerprint=state.fingerprint,
+            geometry=state.source.geometry,
         )
-        layout = self._state.config.instance.layout
+        layout = state.config.instance.layout
         return WorkerCard(
-            spec.name,
+            state.process.name,
             worker.boot_id,
-            spec.role,
+            state.process.role,
             self._address,
             layout,
             card,
-            spec.place,
-            spec.hardware,
+            state.process.place,
+            state.hardware,
             layout.pp,
             kept=worker.kept_scheme,
         )

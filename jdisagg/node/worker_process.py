@@ -14,20 +14,21 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from jdisagg.clock import MonotonicClock
-from jdisagg.config import WorkerConfig
-from jdisagg.engine.replica import Loaded, LoadModel
+from jdisagg.engine.fingerprint import model_fingerprint
+from jdisagg.engine.replica import Loaded
 from jdisagg.errors import JdisaggError
 from jdisagg.instance.host_name import check_own_name
 from jdisagg.instance.processes import ProcessGroup, join_instance
 from jdisagg.layout.axes import Layout
 from jdisagg.model_api import Device
 from jdisagg.node.cluster_plan import free_ports
-from jdisagg.node.deployment import Relayout
+from jdisagg.node.deployment import ModelSource
 from jdisagg.node.gpus import gpus_of_host, local_devices
+from jdisagg.node.hardware_files import find_accelerator
 from jdisagg.node.role_state import Role, RoleState, fixed_because
-from jdisagg.node.run_files import ProcessPlace
+from jdisagg.node.run_files import ProcessPlace, WorkerProcessConfig
 from jdisagg.node.signals import StopSignals
-from jdisagg.node.worker import WorkerProcessState, WorkerRuntime, WorkerSpec
+from jdisagg.node.worker import WorkerProcessState, WorkerRuntime
 from jdisagg.observe.observer import Observer
 from jdisagg.settings.timeouts import InstanceTimeouts
 from jdisagg.supervisor.supervisor import EXIT_BROKEN
@@ -55,81 +56,56 @@ def join(place: ProcessPlace, timeouts: InstanceTimeouts, host: str = "127.0.0.1
     )
 
 
-class WorkerProcess:
-    """A worker process. `run` may be called once, on the event loop."""
-
-    def __init__(
-        self, spec: WorkerSpec, config: WorkerConfig, observer: Observer | None = None
-    ) -> None:
-        self._spec = spec
-        self._config = config
-        self._observer = observer
-
-    async def run(
-        self,
-        group: ProcessGroup,
-        load: LoadModel,
-        devices: Sequence[Device],
-        relayout: Relayout | None = None,
-    ) -> int:
-        """Runs the worker until it ends, through all role changes. Returns the exit status.
-
-        Args:
-            group: Processes of the instance, connected through JAX.
-            load: Function that loads the weights onto a mesh.
-            devices: Devices of all processes of the instance.
-            relayout: Function that reshards loaded weights to another layout. None disables role
-                changes.
-
-        Raises:
-            JdisaggError: The worker cannot start with its configuration.
-        """
-        spec, service, clock, forced = (
-            self._spec,
-            self._config.service,
-            MonotonicClock(),
-            asyncio.Event(),
-        )
-        config = replace(
-            self._config,
-            service=replace(service, port=service.port or free_ports(service.host, 1)[0]),
-        )
-        fixed = fixed_because(group.processes, relayout is not None)
-        roles = RoleState(
-            spec.name, Role(spec.role, config.instance.layout), len(devices), clock, fixed
-        )
-        state = WorkerProcessState(
-            spec,
-            config,
-            self._observer,
-            clock,
-            StopSignals(forced.set),
-            forced,
-            group,
-            devices,
-            roles,
-            weights=ServedWeights(start_folder=config.model.directory),
-        )
-        status = await WorkerRuntime(state).live(load)
-        while (
-            relayout is not None
-            and status == 0
-            and not state.signals.came
-            and (wanted := roles.take()) is not None
-        ):
-            status = await _change(state, load, relayout, wanted)
-        return status
-
-
-async def _change(
-    state: WorkerProcessState, load: LoadModel, relayout: Relayout, wanted: Role
+async def run_worker(
+    process: WorkerProcessConfig,
+    source: ModelSource,
+    group: ProcessGroup,
+    devices: Sequence[Device],
+    observer: Observer | None = None,
 ) -> int:
-    before, reason = state.roles.now, ""
+    """Runs a worker until it ends, through all role changes. Returns the exit status.
+
+    Args:
+        source: The model. Without `relayout`, the worker never changes its role.
+        group: Processes of the instance, connected through JAX.
+        devices: Devices of all processes of the instance.
+
+    Raises:
+        JdisaggError: The worker cannot start with its configuration.
+    """
+    service, clock, forced = process.worker.service, MonotonicClock(), asyncio.Event()
+    port = service.port or free_ports(service.host, 1)[0]
+    config = replace(process.worker, service=replace(service, port=port))
+    model, instance = config.model, config.instance
+    fixed = fixed_because(group.processes, source.relayout is not None)
+    role = Role(process.role, instance.layout)
+    state = WorkerProcessState(
+        replace(process, worker=config),
+        source,
+        model_fingerprint(model.directory, model.dtype, model.weights, model.kv_dtype),
+        find_accelerator(instance.hardware) if instance.hardware else None,
+        observer,
+        clock,
+        StopSignals(forced.set),
+        forced,
+        group,
+        devices,
+        RoleState(process.name, role, len(devices), clock, fixed),
+        weights=ServedWeights(start_folder=model.directory),
+    )
+    status = await WorkerRuntime(state).live(source.load)
+    while status == 0 and not state.signals.came and (wanted := state.roles.take()) is not None:
+        status = await _change(state, wanted)
+    return status
+
+
+async def _change(state: WorkerProcessState, wanted: Role) -> int:
+    before, reason, relayout = state.roles.now, "", state.source.relayout
     gc.collect()  # Cyclic references to the old mesh's arrays would keep their memory allocated.
 
     def laid_out_anew(layout: Layout, on: Sequence[Device]) -> Loaded:
         loaded, state.loaded = state.loaded, None
-        assert loaded is not None
+        assert loaded is not None and relayout is not None
         return relayout(loaded, layout, on)
 
     try:
@@ -139,7 +115,7 @@ async def _change(
         reason = (
             error.message if isinstance(error, JdisaggError) else f"{type(error).__name__}: {error}"
         )
-    name = state.spec.name
+    name = state.process.name
     print(
         f"error: worker {name} could not become {wanted.role.value} ({wanted.layout}): {reason}",
         file=sys.stderr,
@@ -152,7 +128,7 @@ async def _change(
     state.roles.failed(reason)
     try:
         _become(state, before)
-        return await WorkerRuntime(state).live(load)
+        return await WorkerRuntime(state).live(state.source.load)
     except Exception as error:
         print(
             f"error: worker {name} could not come back either: {error}", file=sys.stderr, flush=True
@@ -162,7 +138,5 @@ async def _change(
 
 def _become(state: WorkerProcessState, what: Role) -> None:
     state.roles.now = what
-    state.spec = replace(state.spec, role=what.role)
-    state.config = replace(
-        state.config, instance=replace(state.config.instance, layout=what.layout)
-    )
+    worker = replace(state.config, instance=replace(state.config.instance, layout=what.layout))
+    state.process = replace(state.process, role=what.role, worker=worker)

@@ -9,9 +9,9 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from jdisagg.assembly import LocalCluster, Worker
+from jdisagg.assembly import LocalCluster, Worker, WorkerHost
 from jdisagg.clock import Clock
-from jdisagg.config import Mode
+from jdisagg.config import Mode, WorkerConfig
 from jdisagg.dispatch.frontend import ServingPath
 from jdisagg.dispatch.membership import Membership, cluster_ports
 from jdisagg.dispatch.placer import PlacerSettings, rules_of
@@ -112,7 +112,7 @@ class SimulatedCluster:
         self.counters = Counters()
         self.channel = SimulatedChannel(fleet.link_between(), fleet.overlap)
         self._random = random.Random(seed)
-        self.local = LocalCluster(clock, fleet.limits, self.new_id, self._between, mortal)
+        self.local = LocalCluster(clock, self.new_id, self._between, mortal)
         self._costs = [fleet.costs_of(pool) for pool in fleet.pools]
         self._limits = [fleet.limits_of(pool) for pool in fleet.pools]
         self._model = _model_card(fleet)
@@ -213,22 +213,15 @@ class SimulatedCluster:
         )
 
     def _worker(self, name: str, role: WorkerRole, mesh: SimulatedExecutor, pool: Pool) -> Worker:
+        fleet, names = self.fleet, self._names
         context = WorkerContext(
-            name,
-            self.clock,
-            self.new_id,
-            address=f"{name}:1",
-            names=self._names,
-            tiers=self.fleet.tiers,
+            name, self.clock, self.new_id, address=f"{name}:1", names=names, tiers=fleet.tiers
         )
-        return self.local.add(
-            role,
-            context,
-            mesh,
-            pool.instance,
-            self.fleet.mode,
-            fetches=self._names is not None and bool(self.fleet.routing.peer_fetch),
+        config = WorkerConfig(
+            mode=fleet.mode, instance=pool.instance, limits=fleet.limits, prefix=fleet.prefix
         )
+        fetches = names is not None and bool(fleet.routing.peer_fetch)
+        return self.local.add(WorkerHost(context, role, config, fetches), mesh)
 
     def _policy(self) -> PlacementPolicy:
         rules = rules_of(self.fleet.routing, self.fleet.limits.timeouts)

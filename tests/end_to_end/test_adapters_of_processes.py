@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from jdisagg.client import AsyncClient
+from jdisagg.client import Administration, AsyncClient
 from jdisagg.errors import InvalidRequestError
 from models.tokenizer import Tokenizer
 from tests.end_to_end.adapters import merged, write_adapter
@@ -38,9 +38,9 @@ def test_instances_of_two_processes_serve_the_model_and_adapters_and_load_them_a
         )
         return [list(one.choices[0].token_ids) for one in done]
 
-    async def check(target: str, kill) -> None:
+    async def check(target: str, admin: Administration, kill) -> None:
         async with AsyncClient(target) as client:
-            await client.load_adapter("second", str(folders[1]))
+            await asyncio.to_thread(admin.load_adapter, "second", str(folders[1]))
             models = ["", "first", "second"] * 2
             assert await ask(client, models) == answers * 2
             statuses = await client.status()
@@ -51,14 +51,14 @@ def test_instances_of_two_processes_serve_the_model_and_adapters_and_load_them_a
                 PROMPT, model="first", max_tokens=200, temperature=0.0, ignore_eos=True
             )
             tokens = list((await anext(running)).token_ids)
-            await client.unload_adapter("first")
+            await asyncio.to_thread(admin.unload_adapter, "first")
             async for event in running:
                 tokens += event.token_ids
             assert tokens[:TOKENS] == answers[1] and len(tokens) == 200
             with pytest.raises(InvalidRequestError, match="'first'"):
                 await ask(client, ["first"])
 
-    flags = ("--prefill=tp=2", "--decode=tp=2", "--processes_per_instance=2")
+    flags = ("--prefill=tp=2", "--decode=tp=2", "--processes_per_instance=2", "--http_port=0")
     adapters = ("--adapters=2", "--adapter_rank=4", f"--lora_modules=first={folders[0]}")
     with cluster(
         tmp_path, "--prefill_workers=1", "--decode_workers=1", *flags, *adapters, f"--model={LLAMA}"
@@ -69,5 +69,5 @@ def test_instances_of_two_processes_serve_the_model_and_adapters_and_load_them_a
             assert worker is not None
             worker.kill()
 
-        asyncio.run(check(running.address, kill))
+        asyncio.run(check(running.address, Administration(running.urls[0]), kill))
         assert running.end() == 0, running.log.read_text()

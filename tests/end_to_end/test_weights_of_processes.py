@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from jdisagg.client import AsyncClient, Completion
+from jdisagg.client import Administration, AsyncClient, Completion
 from jdisagg.errors import JdisaggError
 from models.tokenizer import Tokenizer
 from tests import time_scale
@@ -42,32 +42,32 @@ def test_a_cluster_takes_weights_sleeps_and_gives_them_to_a_worker_that_died(
     prompt = Tokenizer.from_directory(LLAMA).encode(PROMPT)
     answers = [dense_greedy(folder, prompt, TOKENS) for folder in (LLAMA, *others)]
 
-    async def check(target: str, kill) -> None:
+    async def check(target: str, admin: Administration, kill) -> None:
         async with AsyncClient(target) as client:
             assert await ask(client) == answers[0]
             with trainer() as source:
                 name = source.offer(others[0], "mixed")
-                report = await client.update_weights(name, version="one")
+                report = await asyncio.to_thread(admin.update_weights, name, version="one")
             assert report.weights.startswith("one@") and len(report.workers) == 3
             for _ in range(3):
                 assert await ask(client) == answers[1]
             with pytest.raises(JdisaggError, match="SHA-256"):
-                await client.update_weights(str(bad), version="bad")
+                await asyncio.to_thread(admin.update_weights, str(bad), version="bad")
             assert await ask(client) == answers[1]
             kill()  # the trainer has gone, too: another worker has the weights
             await until(client, lambda found: found != [report.weights] * 3)
             await until(client, lambda found: found == [report.weights] * 3)
             assert await ask(client) == answers[1]
-            statuses = await client.sleep(1)
-            assert [one.asleep for one in statuses] == [True] * 3
+            asleep = await asyncio.to_thread(admin.sleep)
+            assert list(asleep.values()) == [True] * 3
             waiting = asyncio.create_task(ask(client))
-            report = await client.update_weights(str(others[1]), version="two")
+            report = await asyncio.to_thread(admin.update_weights, str(others[1]), version="two")
             assert not waiting.done(), "a request waits for workers that are awake"
-            assert not any(one.asleep for one in await client.wake())
+            assert not any((await asyncio.to_thread(admin.wake)).values())
             assert await waiting == answers[2]
             assert len({answer[-1] for answer in map(tuple, answers)} | {0}) > 1
 
-    flags = ("--prefill_workers=1", "--decode_workers=2", f"--model={LLAMA}")
+    flags = ("--prefill_workers=1", "--decode_workers=2", f"--model={LLAMA}", "--http_port=0")
     with cluster(tmp_path, *flags) as running:
 
         def kill() -> None:
@@ -75,7 +75,7 @@ def test_a_cluster_takes_weights_sleeps_and_gives_them_to_a_worker_that_died(
             assert worker is not None
             worker.kill()
 
-        asyncio.run(check(running.address, kill))
+        asyncio.run(check(running.address, Administration(running.urls[0]), kill))
         assert running.end() == 0, running.log.read_text()
 
 
@@ -85,7 +85,7 @@ def test_instances_of_two_processes_take_weights_under_load(tmp_path: Path) -> N
     prompt = Tokenizer.from_directory(LLAMA).encode(PROMPT)
     old, new = (dense_greedy(folder, prompt, TOKENS) for folder in (LLAMA, other))
 
-    async def check(target: str) -> None:
+    async def check(target: str, admin: Administration) -> None:
         async with AsyncClient(target) as client:
             assert await ask(client) == old
             done: list[Completion] = []
@@ -97,7 +97,8 @@ def test_instances_of_two_processes_take_weights_under_load(tmp_path: Path) -> N
                     )
                     done.append(one)
 
-            updating = asyncio.create_task(client.update_weights(str(other), version="new"))
+            update = asyncio.to_thread(admin.update_weights, str(other), version="new")
+            updating = asyncio.create_task(update)
             await asyncio.gather(updating, load(updating), load(updating))
             assert await ask(client) == new
             spanning = [one for one in done if one.usage and len(one.usage.weights) == 2]
@@ -108,9 +109,9 @@ def test_instances_of_two_processes_take_weights_under_load(tmp_path: Path) -> N
             assert version == "new" and greedy_beginning(LLAMA, prompt, tokens[:first]) == first
             assert tokens[first:][:20] == dense_greedy(other, [*prompt, *tokens[:first]], 20)
 
-    flags = ("--prefill=tp=2", "--decode=dp=2", "--processes_per_instance=2")
+    flags = ("--prefill=tp=2", "--decode=dp=2", "--processes_per_instance=2", "--http_port=0")
     with cluster(
         tmp_path, "--prefill_workers=1", "--decode_workers=1", *flags, f"--model={LLAMA}"
     ) as running:
-        asyncio.run(check(running.address))
+        asyncio.run(check(running.address, Administration(running.urls[0])))
         assert running.end() == 0, running.log.read_text()

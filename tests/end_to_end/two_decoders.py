@@ -41,11 +41,11 @@ class TwoDecoders(EmbeddedCluster):
         super()._make_ports()
         load, devices = self._load
         config = replace(self.config.decode, layout=Layout(), page_size=8, pages_per_rank=64)
-        replica = self.build(SECOND, WorkerRole.DECODE, config, load(config.layout, devices))
+        replica = self.build(SECOND, WorkerRole.DECODE, load, devices, config)
         self._second_mesh = replica.executor
         assert self.prefill
         replica.executor.expect(self.prefill.executor.card)
-        first, second = self._workers[1], self.add(SECOND, WorkerRole.DECODE, replica)
+        first, second = self._workers[1], self.add(replica)
         assert isinstance(first, DecodeWorker) and isinstance(second, DecodeWorker)
         self.first, self.second = first, second
         return self.local.cluster_ports()

@@ -35,16 +35,11 @@ class TwoPrefills(EmbeddedCluster):
     def _make_ports(self) -> ClusterPorts:
         load, devices = self._load
         assert self.prefill
-        second = self.build(
-            SECOND,
-            WorkerRole.PREFILL,
-            self.config.prefill,
-            load(self.config.prefill.layout, devices),
-        )
+        second = self.build(SECOND, WorkerRole.PREFILL, load, devices)
         for name, replica in ((PREFILL, self.prefill), (SECOND, second)):
             self._watch_chunks(name, replica)
         super()._make_ports()
-        self.add(SECOND, WorkerRole.PREFILL, second)
+        self.add(second)
         return self.local.cluster_ports()
 
     def _watch_chunks(self, name: str, replica: Replica) -> None:

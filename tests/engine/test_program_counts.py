@@ -5,6 +5,7 @@ form that is added multiplies with others."""
 from collections import Counter
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +15,13 @@ import pytest
 
 import configs
 from configs import tiny_cpu
+from jdisagg.assembly import WorkerHost
 from jdisagg.clock import MonotonicClock
 from jdisagg.config import EngineConfig, Mode
+from jdisagg.dispatch.ids import random_id
 from jdisagg.engine import replica
-from jdisagg.engine.limits import handoff_groups
+from jdisagg.engine.limits import worker_config
 from jdisagg.engine.prefix_defaults import engine_defaults
-from jdisagg.engine.replica import mesh_role, worker_mode
 from jdisagg.executor.choose import Chosen
 from jdisagg.executor.mesh_executor import MeshExecutor
 from jdisagg.executor.programs import Programs
@@ -29,6 +31,7 @@ from jdisagg.layout.axes import Layout
 from jdisagg.messages.worker_status import WorkerRole
 from jdisagg.node.recipes import for_accelerators, load_recipe
 from jdisagg.transfer.in_process import InProcessChannel
+from jdisagg.worker.mesh_worker import WorkerContext
 from models.checkpoint import load_model
 from tests.end_to_end.clusters import LLAMA
 
@@ -116,21 +119,18 @@ def programs_of(
 
     monkeypatch.setattr(replica, "Programs", programs)
     two = config.mode is Mode.DISAGGREGATED
-    sides = [(WorkerRole.PREFILL, config.prefill), (WorkerRole.DECODE, config.decode)]
-    mode = worker_mode(WorkerRole.DECODE, config.mode) if two else config.mode
-    groups = handoff_groups(config) if two else 1
     executors: list[MeshExecutor] = []
-    for role, instance in sides if two else [(WorkerRole.MIXED, config.decode)]:
-        layout = Layout(dp=min(instance.layout.dp, 2), tp=min(instance.layout.tp, 2))
-        sized = replace(instance, layout=layout, pages_per_rank=64)
-        loaded = load_model(str(LLAMA), layout, jax.devices()[: layout.devices])
-        needed = mesh_role(role, sized, config.prefix)
-        if embedded:
-            needed = replace(needed, extracts=role is WorkerRole.PREFILL)
-        built = replica.build_replica(
-            role.name, sized, mode, loaded, needed,
-            InProcessChannel(MonotonicClock()), 256, groups, prefix=config.prefix,
-        )  # fmt: skip
+    for role in (WorkerRole.PREFILL, WorkerRole.DECODE) if two else (WorkerRole.MIXED,):
+        asked = worker_config(config, role)
+        wanted = asked.instance.layout
+        layout = Layout(dp=min(wanted.dp, 2), tp=min(wanted.tp, 2))
+        sized = replace(asked.instance, layout=layout, pages_per_rank=64)
+        model = replace(asked.model, context_tokens=256)
+        context = WorkerContext(role.name, MonotonicClock(), random_id)
+        worker = replace(asked, instance=sized, model=model)
+        host = WorkerHost(context, role, worker, migrates=not embedded)
+        load, channel = partial(load_model, str(LLAMA)), InProcessChannel(MonotonicClock())
+        built = replica.build_replica(host, load, jax.devices(), channel)
         made[-1].emits = built.executor.role.emit
         executors.append(built.executor)
         built.executor.constrain(GrammarCompiler(lambda: None))  # type: ignore[arg-type, return-value]

@@ -11,7 +11,7 @@ import numpy as np
 
 from jdisagg.clock import MonotonicClock
 from jdisagg.config import NO_PREFIX, Mode, PrefixConfig
-from jdisagg.engine.replica import build_replica
+from jdisagg.engine.replica import build_executor
 from jdisagg.executor.mesh_executor import MeshExecutor, MeshRole
 from jdisagg.layout.axes import Layout
 from jdisagg.layout.mesh_card import MeshCard
@@ -126,7 +126,7 @@ def executor(
     if few_tokens:
         config = replace(config, block_bytes=few_tokens * loaded.model.kv_spec.bytes_per_token)
     how = (Mode.DISAGGREGATED, loaded, role, channel or HandChannel(), CONTEXT, LAYER_GROUPS)
-    return build_replica(name, config, *how, prefix=prefix).executor
+    return build_executor(name, config, *how, prefix=prefix)
 
 
 Cuts = Callable[[int, int], Iterable[tuple[int, int, int]]]

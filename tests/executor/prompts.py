@@ -10,7 +10,7 @@ import numpy as np
 
 from jdisagg.clock import MonotonicClock
 from jdisagg.config import Mode
-from jdisagg.engine.replica import build_replica
+from jdisagg.engine.replica import build_executor
 from jdisagg.executor.mesh_executor import MeshExecutor, MeshRole
 from jdisagg.layout.axes import Layout
 from jdisagg.messages.step_commands import (
@@ -38,7 +38,7 @@ def prefiller(directory: Path, layout: str, groups: int = LAYER_GROUPS) -> MeshE
     config = instance(layout, pages_per_rank=24, layer_groups=groups)
     role, channel = MeshRole(True, False, emit=True), InProcessChannel(MonotonicClock())
     how = (Mode.DISAGGREGATED, loaded, role, channel, CONTEXT, groups)
-    return build_replica("p", config, *how).executor
+    return build_executor("p", config, *how)
 
 
 def prompt(seed: int, tokens: int) -> tuple[int, ...]:

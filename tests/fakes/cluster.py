@@ -14,8 +14,8 @@ from typing import Any, Self, TypeVar
 
 import msgspec
 
-from jdisagg.assembly import LocalAffinity, LocalCluster, Worker
-from jdisagg.config import InstanceConfig, LimitsConfig, Mode, RoutingConfig
+from jdisagg.assembly import LocalAffinity, LocalCluster, Worker, WorkerHost
+from jdisagg.config import InstanceConfig, LimitsConfig, Mode, RoutingConfig, WorkerConfig
 from jdisagg.costs.speeds import Kind
 from jdisagg.dispatch.placer import PlacerSettings
 from jdisagg.dispatch.request_context import ClusterPorts
@@ -139,13 +139,12 @@ class _Ports(LocalCluster):
     def __init__(
         self,
         clock: VirtualClock,
-        limits: LimitsConfig,
         new_id: Callable[[], int],
         mortal: bool,
         wire: bool,
         wraps: Mapping[type, Wrap[Any]],
     ) -> None:
-        super().__init__(clock, limits, new_id, mortal=mortal)
+        super().__init__(clock, new_id, mortal=mortal)
         self._wire, self._wraps = wire, wraps
         self._made: dict[tuple[Worker, Worker | None], Any] = {}
 
@@ -231,7 +230,7 @@ class Fleet:
         self.unseen: list[dict[str, object]] = []
         self.hinted = hinted
         wraps = {PrefillPort: wrap_prefill, DecodePort: wrap_decode, PeerPort: wrap_peer}
-        self.local = _Ports(self.clock, self.limits, self.new_id, mortal, wire, wraps)
+        self.local = _Ports(self.clock, self.new_id, mortal, wire, wraps)
         self._config = InstanceConfig(
             growth_tokens=growth_tokens,
             steps_per_dispatch=steps_per_dispatch,
@@ -326,14 +325,11 @@ class Fleet:
             names=self._block_names,
             tiers=self._tiers[kind],
         )
-        worker = self.local.add(
-            WorkerRole.PREFILL if kind == "p" else WorkerRole.DECODE,
-            context,
-            self._wrap_mesh(name, mesh),
-            self._config,
-            self.mode,
-            fetches=self._fetches,
-        )
+        decodes = WorkerRole.DECODE if self.mode is Mode.DISAGGREGATED else WorkerRole.MIXED
+        role = WorkerRole.PREFILL if kind == "p" else decodes
+        config = WorkerConfig(mode=self.mode, instance=self._config, limits=self.limits)
+        host = WorkerHost(context, role, config, self._fetches)
+        worker = self.local.add(host, self._wrap_mesh(name, mesh))
         worker.constrain(self._grammars)
         self.processes[name] = Process(worker, mesh)
         ports = self.local.ports(name)

@@ -12,6 +12,7 @@ import json
 import signal
 import sys
 from collections.abc import AsyncIterator, Sequence
+from dataclasses import replace
 
 import jax
 
@@ -25,9 +26,11 @@ from jdisagg.messages.roles import RolePort, SwitchCall, SwitchReport, SwitchSta
 from jdisagg.messages.worker_status import WorkerRole
 from jdisagg.model_api import Device
 from jdisagg.node.cluster_plan import free_ports
-from jdisagg.node.worker import WorkerSpec
-from jdisagg.node.worker_process import Relayout, WorkerProcess
+from jdisagg.node.deployment import Relayout
+from jdisagg.node.run_files import WorkerProcessConfig
+from jdisagg.node.worker_process import run_worker
 from jdisagg.service.internal.role_services import worker_roles
+from launch.model import model_source
 from models.checkpoint import LoadedModel, load_model
 from models.relayout import relayout
 from tests import time_scale
@@ -96,8 +99,10 @@ async def worker(
         loads.append(str(layout))
         return load_model(MODEL, layout, devices)
 
-    process = WorkerProcess(WorkerSpec("w", role, (), "llama", "tiny", "f00"), config)
-    task = asyncio.create_task(process.run(ProcessGroup(0, 1), load, jax.devices()[:2], relay))
+    source = replace(model_source(config.model), load=load, relayout=relay)
+    process = WorkerProcessConfig("w", role, (), config, devices=2, place="")
+    running = run_worker(process, source, ProcessGroup(0, 1), jax.devices()[:2])
+    task = asyncio.create_task(running)
     address = f"127.0.0.1:{port}"
     async with worker_roles(address) as role_port:
         running = Running(address, role_port, task)

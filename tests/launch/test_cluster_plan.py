@@ -9,6 +9,7 @@ import pytest
 
 from jdisagg.config import EngineConfig, ObserveConfig
 from jdisagg.engine.fingerprint import model_fingerprint
+from jdisagg.engine.limits import worker_config
 from jdisagg.errors import ConfigError
 from jdisagg.layout.axes import Layout
 from jdisagg.messages.worker_status import WorkerRole
@@ -20,7 +21,7 @@ from jdisagg.node.cluster_plan import (
     plan_cluster,
     plan_instances,
 )
-from jdisagg.node.recipes import ClusterShape, worker_config
+from jdisagg.node.recipes import ClusterShape
 from jdisagg.node.run_files import RouterProcessConfig, WorkerProcessConfig, read_config
 from launch.shipped import SHIPPED_MODEL
 from tests.set_settings import set_by

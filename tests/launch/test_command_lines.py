@@ -1,6 +1,7 @@
 """What makes no sense on a command line is refused and not passed over: words beside the flags, by
 every script, and what one flag says that another does not bear out."""
 
+import importlib
 import re
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import pytest
 from jdisagg import __version__
 from jdisagg.errors import ConfigError
 from jdisagg.supervisor.supervisor import EXIT_CONFIG
+from launch import plan, simulate
 from launch.__main__ import COMMANDS
 from launch.console import refuse_words
 from launch.flags import OBSERVE, define
@@ -107,6 +109,15 @@ def test_a_page_of_many_flags_shows_the_most_used_and_all_on_request() -> None:
     assert flags[1] > flags[0] | {"codec", "tls_key", "set"}
     more = int(re.findall(r"--helpfull \((\d+) more flags", few.out)[0])
     assert more == len(flags[1] - flags[0] - {"version"})
+
+
+def test_a_flag_lists_the_values_that_its_command_takes() -> None:
+    for name in ("serve", "cluster", "worker", "inspect", "calibrate_kv"):
+        command = importlib.import_module(f"launch.{name}")
+        assert command.flags.help_of("weights").endswith(" One of int8, int4, fp8.")
+    for command in (plan, simulate):
+        assert command.flags.help_of("weights").endswith(" One of int8, int4, fp8, fp4.")
+        assert command.flags.values["weights"].value is None
 
 
 def test_environment_variables_set_flags_that_are_not_given(

@@ -17,10 +17,11 @@ from jdisagg.config import (
     ModelConfig,
     PrefixConfig,
 )
+from jdisagg.engine.limits import worker_config
 from jdisagg.errors import ConfigError
 from jdisagg.layout.axes import Layout
 from jdisagg.messages.worker_status import WorkerRole
-from jdisagg.node.recipes import ClusterShape, load_recipe, load_shape, recipe_text, worker_config
+from jdisagg.node.recipes import ClusterShape, load_recipe, load_shape, recipe_text
 from launch import check_config, cluster, serve, worker
 from launch.flags import Given
 from launch.settings import engine_config

@@ -76,8 +76,11 @@ class HttpDoor:
         return self.server.listens.port
 
     def client(self, key: str = "none") -> openai.AsyncOpenAI:
-        url = f"http://127.0.0.1:{self.port}/v1"
-        return openai.AsyncOpenAI(base_url=url, api_key=key, max_retries=0)
+        return openai.AsyncOpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0)
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
 
     async def ask(
         self, path: str, fields: object = None, *, raw: bytes | None = None, **headers: str

@@ -26,8 +26,6 @@ from jdisagg.dispatch.prompts import TokenPrompt
 from jdisagg.errors import InvalidRequestError
 from jdisagg.prompt.images import PromptImage
 from jdisagg.request import Request
-from jdisagg.service.grpc import generation_pb2 as pb
-from jdisagg.service.grpc.wire_chat import chat_from_proto, chat_to_proto
 from jdisagg.service.server import GenerationServer
 from models.image_resize import BICUBIC, resized
 from tests.service.doors import MODEL, FakePath, make_frontend
@@ -315,31 +313,6 @@ async def test_a_prompt_that_is_too_long_is_refused_before_its_images_are_decode
     assert len(await frontend.tokenize(chat(*[large] * 4))) > 600
     with pytest.raises(InvalidRequestError, match="prompt has .* tokens; the model's context of"):
         await frontend.build_request(chat(*[large] * 4))
-
-
-def test_a_chat_with_images_is_the_same_after_the_wire() -> None:
-    parts = ("a", ChatImage(FILE, "image/png"), "b", ChatImage(FILE))
-    prompt = ChatPrompt((ChatMessage("user", parts), ChatMessage("user", ("c", "d"))))
-    assert chat_from_proto(chat_to_proto(prompt)) == prompt
-    text = ChatPrompt((ChatMessage("user", (ChatImage(URL.partition(",")[2]),)),))
-    (message,) = chat_from_proto(chat_to_proto(text)).messages
-    assert message.content == (ChatImage(FILE),)
-
-
-@pytest.mark.parametrize(
-    ("message", "words"),
-    [
-        (pb.ChatMessage(content="a", mixed_parts=[pb.ContentPart(text="b")]), "exclude each other"),
-        (pb.ChatMessage(mixed_parts=[pb.ContentPart()]), r"mixed_parts\[0\] is empty: set one of"),
-        (
-            pb.ChatMessage(mixed_parts=[pb.ContentPart(image=pb.Image(media_type="a/b"))]),
-            r"messages\[0\].mixed_parts\[0\]: media type 'a/b' is not supported",
-        ),
-    ],
-)
-def test_parts_over_grpc_that_are_wrong_are_named(message: pb.ChatMessage, words: str) -> None:
-    with pytest.raises(InvalidRequestError, match=words):
-        chat_from_proto(pb.ChatMessages(messages=[message]))
 
 
 async def test_pixels_of_a_request_fit_a_message_between_processes(

@@ -1,5 +1,6 @@
-"""LoRA adapters of a server, over HTTP and gRPC: loaded, listed, selected and unloaded."""
+"""LoRA adapters of a server: loaded, listed, selected and unloaded."""
 
+import asyncio
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -7,7 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from jdisagg.client import AsyncClient
+from jdisagg.client import Administration, AsyncClient
 from jdisagg.dispatch import caller
 from jdisagg.dispatch.served_adapters import ServedAdapters
 from jdisagg.errors import InvalidRequestError, UnauthenticatedError
@@ -64,13 +65,14 @@ async def test_new_requests_are_refused_by_name_after_an_unload_and_get_new_cont
     served: tuple[HttpDoor, Folders],
 ) -> None:
     door, folders = served
+    admin, listed = Administration(door.url), door.frontend.adapters
     async with AsyncClient(door.target) as client:
-        await client.load_adapter("mine", "/poems")
+        await asyncio.to_thread(admin.load_adapter, "mine", "/poems")
         await client.complete("hi", max_tokens=2, model="mine")
         with pytest.raises(InvalidRequestError, match="'mine' is taken"):
-            await client.load_adapter("mine", "/laws")
-        await client.load_adapter("mine", "/laws", replace=True)
-        assert await client.adapters() == (Adapter("mine", "/laws", "d2"),)
+            await asyncio.to_thread(admin.load_adapter, "mine", "/laws")
+        await asyncio.to_thread(admin.load_adapter, "mine", "/laws", replace=True)
+        assert tuple(listed.listed) == (Adapter("mine", "/laws", "d2"),)
         await client.complete("hi", max_tokens=2, model="mine")
         folders.digests["/laws"] = "d3"
         again = {"lora_name": "mine", "lora_path": "/laws", "load_inplace": True}
@@ -82,7 +84,7 @@ async def test_new_requests_are_refused_by_name_after_an_unload_and_get_new_cont
         with pytest.raises(InvalidRequestError, match="got 'mine'"):
             await client.complete("hi", max_tokens=2, model="mine")
         with pytest.raises(InvalidRequestError, match="'mine' is not loaded"):
-            await client.unload_adapter("mine")
+            await asyncio.to_thread(admin.unload_adapter, "mine")
     refused = await door.ask("/v1/completions", {"model": "mine", "prompt": "hi"})
     assert (refused.status, refused.error["code"]) == (404, "model_not_found")
 

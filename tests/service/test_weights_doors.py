@@ -1,4 +1,4 @@
-"""Updates of weights and sleep over HTTP and gRPC."""
+"""Updates of weights and sleep over HTTP, and what workers do meanwhile."""
 
 import asyncio
 import contextlib
@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 import msgspec
 import pytest
 
-from jdisagg.client import AsyncClient
+from jdisagg.client import Administration
 from jdisagg.clock import MonotonicClock
 from jdisagg.dispatch import caller
 from jdisagg.dispatch.request_context import ClusterPorts
@@ -29,6 +29,7 @@ from jdisagg.messages.weights import (
 )
 from jdisagg.messages.worker_status import WorkerStatus
 from jdisagg.telemetry import Counters
+from tests import time_scale
 from tests.fakes.manual_clock import ManualClock
 from tests.service.doors import STATUS
 from tests.service.http_doors import HttpDoor, http_door
@@ -117,16 +118,15 @@ async def served() -> AsyncIterator[Served]:
         yield Served(door, path, workers["p"], workers["d"])
 
 
-async def test_an_update_over_http_and_grpc_stages_on_all_and_then_commits_on_all(
-    served: Served,
-) -> None:
+async def test_an_update_stages_on_all_and_then_commits_on_all(served: Served) -> None:
     asked = {"model_path": "/one", "weight_version": "1", "mode": "keep", "deadline_seconds": 9}
     answer = await served.door.ask("/update_weights_from_disk", asked)
     assert answer.status == 200 and answer.fields["success"] is True
     assert answer.fields["weights"] == served.prefill.weights == served.decode.weights
     assert served.prefill.calls == [StageCall("/one", "1", 9.0), CommitCall("1@f00/one", True)]
-    async with AsyncClient(served.door.target) as client:
-        report = await client.update_weights("/two", mode="drain", deadline_seconds=7.0)
+    admin = Administration(served.door.url)
+    changes = {"mode": "drain", "deadline_seconds": 7.0}
+    report = await asyncio.to_thread(admin.update_weights, "/two", **changes)
     assert report.weights == "f00@f00/two" and report.bytes == 200
     assert report.workers == ("d", "p"), "decode workers commit first"
     assert served.path.pauses == [None, 7.0]
@@ -134,12 +134,12 @@ async def test_an_update_over_http_and_grpc_stages_on_all_and_then_commits_on_al
 
 
 async def test_a_worker_that_cannot_stage_ends_the_update_on_all(served: Served) -> None:
-    async with AsyncClient(served.door.target) as client:
-        with pytest.raises(InvalidRequestError, match="worker 'p': tensors are missing"):
-            await client.update_weights("/bad")
-        assert served.decode.calls[-1] == "drop" and not served.path.pauses
-        with pytest.raises(InvalidRequestError, match="finite"):
-            await client.update_weights("/one", deadline_seconds=-1.0)
+    admin = Administration(served.door.url)
+    with pytest.raises(InvalidRequestError, match="worker 'p': tensors are missing"):
+        await asyncio.to_thread(admin.update_weights, "/bad")
+    assert served.decode.calls[-1] == "drop" and not served.path.pauses
+    with pytest.raises(InvalidRequestError, match="finite"):
+        await asyncio.to_thread(admin.update_weights, "/one", deadline_seconds=-1.0)
     refused = {"model_path": "/one", "mode": "now"}
     answer = await served.door.ask("/update_weights_from_disk", refused)
     assert answer.status == 400 and "recompute, drain, keep" in str(answer.fields)
@@ -149,14 +149,15 @@ async def test_a_worker_that_dies_before_it_commits_is_named_and_the_others_serv
     served: Served,
 ) -> None:
     served.prefill.dies = True
-    async with AsyncClient(served.door.target) as client:
-        report = await client.update_weights("/one", version="1")
-        assert report.workers == ("d",) and report.failed == ("p: connection refused",)
-        served.decode.dies = True
-        with pytest.raises(
-            UnavailableError, match="all workers failed to update: d: connection refused"
-        ):
-            await client.update_weights("/two")
+    control = served.door.frontend.weights
+    report = await control.update("/one", "1")
+    assert report.workers == ("d",) and report.failed == ("p: connection refused",)
+    served.decode.dies = True
+    admin = Administration(served.door.url)
+    with pytest.raises(
+        UnavailableError, match="all workers failed to update: d: connection refused"
+    ):
+        await asyncio.to_thread(admin.update_weights, "/two")
 
 
 async def test_a_commit_that_began_goes_to_its_end_though_the_caller_leaves(served: Served) -> None:
@@ -215,19 +216,24 @@ async def test_workers_that_do_not_wake_after_an_update_do_not_make_it_fail(serv
     assert served.decode.weights == report.weights and served.prefill.asleep
 
 
-async def test_workers_sleep_and_wake_over_http_and_grpc(served: Served) -> None:
-    door = served.door
-    async with AsyncClient(door.target) as client:
-        (status,) = await client.sleep(2, ["d"], deadline_seconds=3.0)
-        assert status.asleep and served.decode.calls == [SleepCall(2, 3.0)]
-        assert not served.prefill.asleep
-        assert [one.asleep for one in await client.wake()] == [False, False]
-        with pytest.raises(InvalidRequestError, match="worker 'x' is unknown; known: p, d"):
-            await client.wake(["x"])
+async def test_workers_sleep_and_wake_by_name_or_all_at_once(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    door, admin = served.door, Administration(served.door.url)
+
+    async def statuses() -> tuple[WorkerStatus, ...]:
+        return served.prefill.said(), served.decode.said()
+
+    monkeypatch.setattr(door.frontend, "status", statuses)
+    asleep = await asyncio.to_thread(admin.sleep, 2, ["d"], deadline_seconds=3.0)
+    assert asleep == {"p": False, "d": True} and served.decode.calls == [SleepCall(2, 3.0)]
+    assert await asyncio.to_thread(admin.wake) == {"p": False, "d": False}
+    with pytest.raises(InvalidRequestError, match="worker 'x' is unknown; known: p, d"):
+        await asyncio.to_thread(admin.wake, ["x"])
     await door.served("/sleep?level=2", {})
     await door.served("/sleep", {"level": 1, "workers": ["p"]})
     assert [one.level for one in served.prefill.calls] == [2, 1]
-    assert (await door.ask("/wake_up", {})).fields == {"is_sleeping": False}
+    assert (await door.ask("/wake_up", {})).fields["is_sleeping"] is False
 
 
 async def test_a_tenant_changes_no_weights_and_a_server_without_workers_says_so(
@@ -237,9 +243,29 @@ async def test_a_tenant_changes_no_weights_and_a_server_without_workers_says_so(
     with caller.calling(caller.Caller(tenant="t")), pytest.raises(UnauthenticatedError):
         await control.update("/one")
     served.door.frontend.weights = None
-    async with AsyncClient(served.door.target) as client:
-        with pytest.raises(InvalidRequestError, match="cannot change the weights"):
-            await client.sleep()
+    with pytest.raises(InvalidRequestError, match="cannot change the weights"):
+        await asyncio.to_thread(Administration(served.door.url).sleep)
+
+
+async def test_a_caller_that_leaves_ends_the_reading_of_weights(served: Served) -> None:
+    ended, began = asyncio.Event(), asyncio.Event()
+
+    async def held(call: StageCall) -> StagedWeights:
+        began.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.set()
+
+    served.decode.stage_weights = held
+    asking = asyncio.create_task(
+        served.door.ask("/update_weights_from_disk", {"model_path": "/one"})
+    )
+    await began.wait()
+    asking.cancel()
+    async with asyncio.timeout(time_scale.seconds(10.0)):
+        await ended.wait()
+    assert not served.decode.weights and not served.path.pauses
 
 
 async def test_a_worker_without_memory_for_two_copies_stages_while_it_sleeps_and_placement_pauses(

@@ -4,14 +4,14 @@ every error, wherever it crosses.
 Strategies are derived from the classes' own annotations, so a field that is added and forgotten in
 `wire` fails here."""
 
+import re
 from dataclasses import replace
 
 import hypothesis.strategies as st
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, assume, given, settings
 
 from jdisagg import errors
-from jdisagg.chat.messages import ChatMessage, ChatPrompt, ChatTool, ToolCall, ToolChoice
 from jdisagg.dispatch import prompts
 from jdisagg.dispatch.routing_status import RoutingStatus
 from jdisagg.errors import InvalidRequestError, JdisaggError
@@ -21,13 +21,12 @@ from jdisagg.messages.worker_status import WorkerStatus
 from jdisagg.request import StreamEvent, TokenLogprobs
 from jdisagg.service.grpc import common_pb2, generation_pb2, wire, wire_generation
 from tests.messages.values import FLOATS, INT64, TEXT, of_annotation
+from tests.service.doors import STATUS
 
 ROUND_TRIPS = [
     (TokenLogprobs, common_pb2.TokenLogprobs, wire, "logprobs"),
     (Layout, common_pb2.Layout, wire, "layout"),
-    (WorkerStatus, common_pb2.WorkerStatus, wire, "worker_status"),
     (StreamEvent, generation_pb2.GenerateResponse, wire_generation, "event"),
-    (RoutingStatus, generation_pb2.GetStatusResponse, wire_generation, "routing"),
     (prompts.ModelInfo, generation_pb2.GetModelResponse, wire_generation, "model"),
 ]
 
@@ -39,16 +38,28 @@ def test_what_crosses_the_wire_arrives_equal(kind, message, module, name) -> Non
     @settings(max_examples=20, suppress_health_check=[HealthCheck.too_slow])
     @given(of_annotation(kind))
     def check(value) -> None:
-        sent = _as_sent(value) if kind is RoutingStatus else value
-        assert from_proto(message.FromString(to_proto(value).SerializeToString())) == sent
+        assert from_proto(message.FromString(to_proto(value).SerializeToString())) == value
 
     check()
 
 
-def _as_sent(status: RoutingStatus) -> RoutingStatus:
-    """Decisions are sent without the ids of their requests, which only the web page shows."""
-    decisions = [replace(item, request_id="") for item in status.decisions]
-    return replace(status, decisions=tuple(decisions))
+@settings(max_examples=20, suppress_health_check=[HealthCheck.too_slow])
+@given(of_annotation(tuple[WorkerStatus, ...]), of_annotation(RoutingStatus))
+def test_a_status_arrives_equal_but_for_the_ids_of_requests(workers, routing) -> None:
+    assume(not re.search(r"\b(inf|nan)\b", repr((workers, routing))))  # JSON has neither
+    data = wire_generation.status_to_proto(workers, routing).SerializeToString()
+    message = generation_pb2.GetStatusResponse.FromString(data)
+    decisions = [replace(item, request_id="") for item in routing.decisions]
+    sent = replace(routing, decisions=tuple(decisions))
+    assert wire_generation.status_from_proto(message) == (workers, sent)
+
+
+def test_a_status_of_another_version_is_read_as_far_as_it_goes() -> None:
+    worker = wire.plain_from(STATUS) | {"of_a_later_version": [1]}
+    assert wire.plain_to(WorkerStatus, worker) == STATUS
+    del worker["name"]
+    with pytest.raises(InvalidRequestError, match="'name'.* run the same version"):
+        wire.plain_to(WorkerStatus, worker)
 
 
 OPTIONS = {
@@ -64,17 +75,6 @@ OPTIONS = {
     "logit_bias": st.lists(st.tuples(INT64, FLOATS), min_size=1, max_size=3).map(tuple),
 }
 
-OBJECTS = st.dictionaries(TEXT, st.none() | st.booleans() | TEXT, max_size=2)
-MESSAGES = st.builds(
-    ChatMessage,
-    TEXT,
-    st.none() | TEXT | st.lists(TEXT, min_size=1, max_size=3).map(tuple),
-    TEXT,
-    st.lists(st.builds(ToolCall, TEXT, TEXT, TEXT), max_size=2).map(tuple),
-    TEXT,
-    TEXT,
-)
-
 
 @settings(max_examples=50)
 @given(
@@ -83,20 +83,7 @@ MESSAGES = st.builds(
         prompt=st.one_of(
             TEXT,
             st.builds(prompts.TokenPrompt, st.lists(INT64, max_size=4).map(tuple)),
-            st.builds(
-                ChatPrompt,
-                st.lists(MESSAGES, max_size=3).map(tuple),
-                st.booleans(),
-                arguments=OBJECTS,
-                tools=st.lists(
-                    st.builds(ChatTool, TEXT, TEXT, st.none() | OBJECTS, st.none() | OBJECTS),
-                    max_size=2,
-                ).map(tuple),
-                tool_choice=st.sampled_from(ToolChoice),
-                parallel_tool_calls=st.booleans(),
-                tool_name=TEXT,
-            ),
-            st.builds(ChatPrompt, st.tuples(MESSAGES), st.just(False), st.just(True)),
+            st.builds(wire_generation.ChatBody, TEXT),
         ),
         options=st.fixed_dictionaries({}, optional=OPTIONS),
         request_id=TEXT,
@@ -148,7 +135,6 @@ def test_a_status_of_grpcs_own_becomes_the_error_of_its_code() -> None:
 
 
 EMPTY = [
-    (wire.worker_status_from_proto, common_pb2.WorkerStatus(), "WorkerStatus.role"),
     (wire_generation.client_request_from_proto, generation_pb2.GenerateRequest(), "prompt is miss"),
     (wire_generation.tokenize_from_proto, generation_pb2.TokenizeRequest(), "prompt is missing"),
     (wire_generation.model_from_proto, generation_pb2.GetModelResponse(), "GetModelResponse.mode"),
@@ -173,12 +159,6 @@ def resumed(children: int, n: int) -> generation_pb2.GenerateRequest:
     )
 
 
-def chat(messages: int) -> generation_pb2.GenerateRequest:
-    return generation_pb2.GenerateRequest(
-        chat=generation_pb2.ChatMessages(messages=[generation_pb2.ChatMessage()] * messages)
-    )
-
-
 def test_what_repeats_too_often_is_refused_before_it_is_read() -> None:
     ids = generation_pb2.TokenIds(ids=[0] * (2**21 + 1))
     for message, words in (
@@ -187,7 +167,6 @@ def test_what_repeats_too_often_is_refused_before_it_is_read() -> None:
         (with_sampling(stop_token_ids=[0] * 65), "stop_token_ids may hold at most 64, got 65"),
         (resumed(children=65, n=2**40), "accepted may hold at most 64, got 65"),
         (generation_pb2.GenerateRequest(token_ids=ids), "token_ids may hold at most 2097152"),
-        (chat(16_385), "messages may hold at most 16384, got 16385"),
     ):
         with pytest.raises(InvalidRequestError, match=words):
             wire_generation.client_request_from_proto(message)
@@ -197,7 +176,6 @@ def test_as_much_as_may_repeat_is_read() -> None:
     assert (
         wire_generation.client_request_from_proto(resumed(children=64, n=64)).resumption is not None
     )
-    assert wire_generation.client_request_from_proto(chat(16_384)).prompt is not None
 
 
 def test_an_option_that_cannot_be_sent_is_refused_by_name() -> None:

@@ -1,9 +1,9 @@
 """Converts the arguments of a client's call to a `ClientRequest`.
 
 Before anything is sent, an argument of a wrong type raises an error that names the argument. This
-module checks only that protobuf can represent the arguments. The server validates the values. Chat
-messages and tools may be jdisagg's classes, or mappings in the form of OpenAI's API. Mappings are
-read by the rules of the HTTP API (`service/http/chat.py`)."""
+module checks only that the arguments can be sent. The server validates the values. Chat messages
+and tools may be jdisagg's classes, or mappings in the form of OpenAI's API. They are sent as the
+JSON body of the HTTP API, which the server reads by the rules of that API."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
@@ -11,15 +11,13 @@ from typing import Any, cast
 import msgspec
 
 from jdisagg.chat.images import ChatImage
-from jdisagg.chat.messages import ChatMessage, ChatPrompt, ChatTool
-from jdisagg.dispatch.prompts import Prompt, TokenPrompt
+from jdisagg.chat.messages import ChatMessage, ChatTool
+from jdisagg.dispatch.prompts import TokenPrompt
 from jdisagg.errors import InvalidRequestError
 from jdisagg.request import SamplingOptions
 from jdisagg.service.grpc import generation_pb2 as pb
 from jdisagg.service.grpc import wire_generation
-from jdisagg.service.grpc.wire_generation import ClientRequest
-from jdisagg.service.http.chat import chat_prompt
-from jdisagg.service.http.fields import Fields
+from jdisagg.service.grpc.wire_generation import ChatBody, ClientRequest
 
 Given = Mapping[str, object]
 Messages = Sequence[ChatMessage | Given]
@@ -71,7 +69,7 @@ def asked(prompt: str | None, options: GenerateOptions) -> ClientRequest:
     """Raises InvalidRequestError for an argument that cannot be sent."""
     sampling = {name: value for name, value in options.items() if name not in _REQUEST_OPTIONS}
     given = _prompt(prompt, options.get("token_ids"), options.get("messages"), options)
-    if not isinstance(given, ChatPrompt) and any(options.get(name) for name in _OF_CHATS):
+    if not isinstance(given, ChatBody) and any(options.get(name) for name in _OF_CHATS):
         raise InvalidRequestError(f"{', '.join(_OF_CHATS)} are for chats; give messages")
     return ClientRequest(
         prompt=given,
@@ -96,7 +94,7 @@ def _prompt(
     token_ids: Sequence[int] | None,
     messages: Messages | None,
     options: GenerateOptions,
-) -> Prompt:
+) -> str | TokenPrompt | ChatBody:
     if (prompt is not None) + (token_ids is not None) + (messages is not None) != 1:
         raise InvalidRequestError("give exactly one of prompt, token_ids, messages")
     if token_ids is not None:
@@ -116,7 +114,7 @@ def _items(name: str, given: Any, remedy: str = "give a sequence") -> tuple[Any,
     return tuple(given)
 
 
-def _chat(messages: Messages, options: GenerateOptions) -> ChatPrompt:
+def _chat(messages: Messages, options: GenerateOptions) -> ChatBody:
     given = _items("messages", messages, "give a sequence of messages; for text, pass prompt=")
     tools = _items("tools", options.get("tools") or ())
     body: dict[str, object] = {
@@ -131,7 +129,7 @@ def _chat(messages: Messages, options: GenerateOptions) -> ChatPrompt:
     for name in _PASSED_ON:
         if (value := options.get(name)) is not None:
             body[name] = _json(name, value)
-    return chat_prompt(Fields.of(msgspec.json.encode(body)))
+    return ChatBody(msgspec.json.encode(body).decode())
 
 
 def _openai_message(message: ChatMessage | Given) -> Given:

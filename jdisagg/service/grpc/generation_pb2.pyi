@@ -8,13 +8,6 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
-class ToolChoice(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
-    __slots__ = ()
-    TOOL_CHOICE_UNSPECIFIED: _ClassVar[ToolChoice]
-    TOOL_CHOICE_AUTO: _ClassVar[ToolChoice]
-    TOOL_CHOICE_NONE: _ClassVar[ToolChoice]
-    TOOL_CHOICE_REQUIRED: _ClassVar[ToolChoice]
-
 class FinishReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
     FINISH_REASON_UNSPECIFIED: _ClassVar[FinishReason]
@@ -29,17 +22,6 @@ class ServingMode(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     SERVING_MODE_DISAGGREGATED: _ClassVar[ServingMode]
     SERVING_MODE_CHUNKED: _ClassVar[ServingMode]
     SERVING_MODE_UNIFIED: _ClassVar[ServingMode]
-
-class UpdateMode(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
-    __slots__ = ()
-    UPDATE_MODE_UNSPECIFIED: _ClassVar[UpdateMode]
-    UPDATE_MODE_RECOMPUTE: _ClassVar[UpdateMode]
-    UPDATE_MODE_DRAIN: _ClassVar[UpdateMode]
-    UPDATE_MODE_KEEP: _ClassVar[UpdateMode]
-TOOL_CHOICE_UNSPECIFIED: ToolChoice
-TOOL_CHOICE_AUTO: ToolChoice
-TOOL_CHOICE_NONE: ToolChoice
-TOOL_CHOICE_REQUIRED: ToolChoice
 FINISH_REASON_UNSPECIFIED: FinishReason
 FINISH_REASON_STOP: FinishReason
 FINISH_REASON_LENGTH: FinishReason
@@ -49,10 +31,6 @@ SERVING_MODE_UNSPECIFIED: ServingMode
 SERVING_MODE_DISAGGREGATED: ServingMode
 SERVING_MODE_CHUNKED: ServingMode
 SERVING_MODE_UNIFIED: ServingMode
-UPDATE_MODE_UNSPECIFIED: UpdateMode
-UPDATE_MODE_RECOMPUTE: UpdateMode
-UPDATE_MODE_DRAIN: UpdateMode
-UPDATE_MODE_KEEP: UpdateMode
 
 class TokenIds(_message.Message):
     __slots__ = ("ids",)
@@ -60,91 +38,11 @@ class TokenIds(_message.Message):
     ids: _containers.RepeatedScalarFieldContainer[int]
     def __init__(self, ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
-class ChatMessage(_message.Message):
-    __slots__ = ("role", "content", "reasoning", "tool_calls", "tool_call_id", "name", "parts", "null_content", "mixed_parts")
-    ROLE_FIELD_NUMBER: _ClassVar[int]
-    CONTENT_FIELD_NUMBER: _ClassVar[int]
-    REASONING_FIELD_NUMBER: _ClassVar[int]
-    TOOL_CALLS_FIELD_NUMBER: _ClassVar[int]
-    TOOL_CALL_ID_FIELD_NUMBER: _ClassVar[int]
-    NAME_FIELD_NUMBER: _ClassVar[int]
-    PARTS_FIELD_NUMBER: _ClassVar[int]
-    NULL_CONTENT_FIELD_NUMBER: _ClassVar[int]
-    MIXED_PARTS_FIELD_NUMBER: _ClassVar[int]
-    role: str
-    content: str
-    reasoning: str
-    tool_calls: _containers.RepeatedCompositeFieldContainer[ToolCall]
-    tool_call_id: str
-    name: str
-    parts: _containers.RepeatedScalarFieldContainer[str]
-    null_content: bool
-    mixed_parts: _containers.RepeatedCompositeFieldContainer[ContentPart]
-    def __init__(self, role: _Optional[str] = ..., content: _Optional[str] = ..., reasoning: _Optional[str] = ..., tool_calls: _Optional[_Iterable[_Union[ToolCall, _Mapping]]] = ..., tool_call_id: _Optional[str] = ..., name: _Optional[str] = ..., parts: _Optional[_Iterable[str]] = ..., null_content: _Optional[bool] = ..., mixed_parts: _Optional[_Iterable[_Union[ContentPart, _Mapping]]] = ...) -> None: ...
-
-class ContentPart(_message.Message):
-    __slots__ = ("text", "image")
-    TEXT_FIELD_NUMBER: _ClassVar[int]
-    IMAGE_FIELD_NUMBER: _ClassVar[int]
-    text: str
-    image: Image
-    def __init__(self, text: _Optional[str] = ..., image: _Optional[_Union[Image, _Mapping]] = ...) -> None: ...
-
-class Image(_message.Message):
-    __slots__ = ("data", "media_type")
-    DATA_FIELD_NUMBER: _ClassVar[int]
-    MEDIA_TYPE_FIELD_NUMBER: _ClassVar[int]
-    data: bytes
-    media_type: str
-    def __init__(self, data: _Optional[bytes] = ..., media_type: _Optional[str] = ...) -> None: ...
-
-class ToolCall(_message.Message):
-    __slots__ = ("id", "name", "arguments_json")
-    ID_FIELD_NUMBER: _ClassVar[int]
-    NAME_FIELD_NUMBER: _ClassVar[int]
-    ARGUMENTS_JSON_FIELD_NUMBER: _ClassVar[int]
-    id: str
-    name: str
-    arguments_json: str
-    def __init__(self, id: _Optional[str] = ..., name: _Optional[str] = ..., arguments_json: _Optional[str] = ...) -> None: ...
-
-class Tool(_message.Message):
-    __slots__ = ("name", "description", "parameters_json", "return_json")
-    NAME_FIELD_NUMBER: _ClassVar[int]
-    DESCRIPTION_FIELD_NUMBER: _ClassVar[int]
-    PARAMETERS_JSON_FIELD_NUMBER: _ClassVar[int]
-    RETURN_JSON_FIELD_NUMBER: _ClassVar[int]
-    name: str
-    description: str
-    parameters_json: str
-    return_json: str
-    def __init__(self, name: _Optional[str] = ..., description: _Optional[str] = ..., parameters_json: _Optional[str] = ..., return_json: _Optional[str] = ...) -> None: ...
-
-class ChatMessages(_message.Message):
-    __slots__ = ("messages", "continue_final_message", "bare", "arguments_json", "tools", "tool_choice", "single_tool_call", "tool_name")
-    MESSAGES_FIELD_NUMBER: _ClassVar[int]
-    CONTINUE_FINAL_MESSAGE_FIELD_NUMBER: _ClassVar[int]
-    BARE_FIELD_NUMBER: _ClassVar[int]
-    ARGUMENTS_JSON_FIELD_NUMBER: _ClassVar[int]
-    TOOLS_FIELD_NUMBER: _ClassVar[int]
-    TOOL_CHOICE_FIELD_NUMBER: _ClassVar[int]
-    SINGLE_TOOL_CALL_FIELD_NUMBER: _ClassVar[int]
-    TOOL_NAME_FIELD_NUMBER: _ClassVar[int]
-    messages: _containers.RepeatedCompositeFieldContainer[ChatMessage]
-    continue_final_message: bool
-    bare: bool
-    arguments_json: str
-    tools: _containers.RepeatedCompositeFieldContainer[Tool]
-    tool_choice: ToolChoice
-    single_tool_call: bool
-    tool_name: str
-    def __init__(self, messages: _Optional[_Iterable[_Union[ChatMessage, _Mapping]]] = ..., continue_final_message: _Optional[bool] = ..., bare: _Optional[bool] = ..., arguments_json: _Optional[str] = ..., tools: _Optional[_Iterable[_Union[Tool, _Mapping]]] = ..., tool_choice: _Optional[_Union[ToolChoice, str]] = ..., single_tool_call: _Optional[bool] = ..., tool_name: _Optional[str] = ...) -> None: ...
-
 class GenerateRequest(_message.Message):
-    __slots__ = ("text", "token_ids", "chat", "sampling", "request_id", "deadline_seconds", "tenant", "priority", "resumption", "accepted", "life", "cache_salt", "model")
+    __slots__ = ("text", "token_ids", "chat_json", "sampling", "request_id", "deadline_seconds", "tenant", "priority", "resumption", "accepted", "life", "cache_salt", "model")
     TEXT_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
-    CHAT_FIELD_NUMBER: _ClassVar[int]
+    CHAT_JSON_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     DEADLINE_SECONDS_FIELD_NUMBER: _ClassVar[int]
@@ -157,7 +55,7 @@ class GenerateRequest(_message.Message):
     MODEL_FIELD_NUMBER: _ClassVar[int]
     text: str
     token_ids: TokenIds
-    chat: ChatMessages
+    chat_json: str
     sampling: _common_pb2.SamplingParams
     request_id: str
     deadline_seconds: float
@@ -168,7 +66,7 @@ class GenerateRequest(_message.Message):
     life: int
     cache_salt: str
     model: str
-    def __init__(self, text: _Optional[str] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., chat: _Optional[_Union[ChatMessages, _Mapping]] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., request_id: _Optional[str] = ..., deadline_seconds: _Optional[float] = ..., tenant: _Optional[str] = ..., priority: _Optional[int] = ..., resumption: _Optional[int] = ..., accepted: _Optional[_Iterable[_Union[AcceptedTokens, _Mapping]]] = ..., life: _Optional[int] = ..., cache_salt: _Optional[str] = ..., model: _Optional[str] = ...) -> None: ...
+    def __init__(self, text: _Optional[str] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., chat_json: _Optional[str] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., request_id: _Optional[str] = ..., deadline_seconds: _Optional[float] = ..., tenant: _Optional[str] = ..., priority: _Optional[int] = ..., resumption: _Optional[int] = ..., accepted: _Optional[_Iterable[_Union[AcceptedTokens, _Mapping]]] = ..., life: _Optional[int] = ..., cache_salt: _Optional[str] = ..., model: _Optional[str] = ...) -> None: ...
 
 class AcceptedTokens(_message.Message):
     __slots__ = ("child", "token_ids", "finish_reason")
@@ -295,12 +193,12 @@ class ToolCallDelta(_message.Message):
     def __init__(self, index: _Optional[int] = ..., id: _Optional[str] = ..., name: _Optional[str] = ..., arguments_json: _Optional[str] = ...) -> None: ...
 
 class TokenizeRequest(_message.Message):
-    __slots__ = ("text", "chat")
+    __slots__ = ("text", "chat_json")
     TEXT_FIELD_NUMBER: _ClassVar[int]
-    CHAT_FIELD_NUMBER: _ClassVar[int]
+    CHAT_JSON_FIELD_NUMBER: _ClassVar[int]
     text: str
-    chat: ChatMessages
-    def __init__(self, text: _Optional[str] = ..., chat: _Optional[_Union[ChatMessages, _Mapping]] = ...) -> None: ...
+    chat_json: str
+    def __init__(self, text: _Optional[str] = ..., chat_json: _Optional[str] = ...) -> None: ...
 
 class TokenizeResponse(_message.Message):
     __slots__ = ("token_ids",)
@@ -376,188 +274,12 @@ class ResumeResponse(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
-class ResetCacheRequest(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
-
-class ResetCacheResponse(_message.Message):
-    __slots__ = ("blocks",)
-    BLOCKS_FIELD_NUMBER: _ClassVar[int]
-    blocks: int
-    def __init__(self, blocks: _Optional[int] = ...) -> None: ...
-
-class Adapter(_message.Message):
-    __slots__ = ("name", "path", "digest")
-    NAME_FIELD_NUMBER: _ClassVar[int]
-    PATH_FIELD_NUMBER: _ClassVar[int]
-    DIGEST_FIELD_NUMBER: _ClassVar[int]
-    name: str
-    path: str
-    digest: str
-    def __init__(self, name: _Optional[str] = ..., path: _Optional[str] = ..., digest: _Optional[str] = ...) -> None: ...
-
-class LoadAdapterRequest(_message.Message):
-    __slots__ = ("name", "path", "replace")
-    NAME_FIELD_NUMBER: _ClassVar[int]
-    PATH_FIELD_NUMBER: _ClassVar[int]
-    REPLACE_FIELD_NUMBER: _ClassVar[int]
-    name: str
-    path: str
-    replace: bool
-    def __init__(self, name: _Optional[str] = ..., path: _Optional[str] = ..., replace: _Optional[bool] = ...) -> None: ...
-
-class LoadAdapterResponse(_message.Message):
-    __slots__ = ("adapter",)
-    ADAPTER_FIELD_NUMBER: _ClassVar[int]
-    adapter: Adapter
-    def __init__(self, adapter: _Optional[_Union[Adapter, _Mapping]] = ...) -> None: ...
-
-class UnloadAdapterRequest(_message.Message):
-    __slots__ = ("name",)
-    NAME_FIELD_NUMBER: _ClassVar[int]
-    name: str
-    def __init__(self, name: _Optional[str] = ...) -> None: ...
-
-class UnloadAdapterResponse(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
-
-class ListAdaptersRequest(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
-
-class ListAdaptersResponse(_message.Message):
-    __slots__ = ("adapters",)
-    ADAPTERS_FIELD_NUMBER: _ClassVar[int]
-    adapters: _containers.RepeatedCompositeFieldContainer[Adapter]
-    def __init__(self, adapters: _Optional[_Iterable[_Union[Adapter, _Mapping]]] = ...) -> None: ...
-
-class UpdateWeightsRequest(_message.Message):
-    __slots__ = ("folder", "version", "mode", "deadline_seconds")
-    FOLDER_FIELD_NUMBER: _ClassVar[int]
-    VERSION_FIELD_NUMBER: _ClassVar[int]
-    MODE_FIELD_NUMBER: _ClassVar[int]
-    DEADLINE_SECONDS_FIELD_NUMBER: _ClassVar[int]
-    folder: str
-    version: str
-    mode: UpdateMode
-    deadline_seconds: float
-    def __init__(self, folder: _Optional[str] = ..., version: _Optional[str] = ..., mode: _Optional[_Union[UpdateMode, str]] = ..., deadline_seconds: _Optional[float] = ...) -> None: ...
-
-class UpdateWeightsResponse(_message.Message):
-    __slots__ = ("weights", "workers", "failed", "bytes", "stage_seconds", "pause_seconds")
-    WEIGHTS_FIELD_NUMBER: _ClassVar[int]
-    WORKERS_FIELD_NUMBER: _ClassVar[int]
-    FAILED_FIELD_NUMBER: _ClassVar[int]
-    BYTES_FIELD_NUMBER: _ClassVar[int]
-    STAGE_SECONDS_FIELD_NUMBER: _ClassVar[int]
-    PAUSE_SECONDS_FIELD_NUMBER: _ClassVar[int]
-    weights: str
-    workers: _containers.RepeatedScalarFieldContainer[str]
-    failed: _containers.RepeatedScalarFieldContainer[str]
-    bytes: int
-    stage_seconds: float
-    pause_seconds: float
-    def __init__(self, weights: _Optional[str] = ..., workers: _Optional[_Iterable[str]] = ..., failed: _Optional[_Iterable[str]] = ..., bytes: _Optional[int] = ..., stage_seconds: _Optional[float] = ..., pause_seconds: _Optional[float] = ...) -> None: ...
-
-class SleepRequest(_message.Message):
-    __slots__ = ("level", "workers", "deadline_seconds")
-    LEVEL_FIELD_NUMBER: _ClassVar[int]
-    WORKERS_FIELD_NUMBER: _ClassVar[int]
-    DEADLINE_SECONDS_FIELD_NUMBER: _ClassVar[int]
-    level: int
-    workers: _containers.RepeatedScalarFieldContainer[str]
-    deadline_seconds: float
-    def __init__(self, level: _Optional[int] = ..., workers: _Optional[_Iterable[str]] = ..., deadline_seconds: _Optional[float] = ...) -> None: ...
-
-class SleepResponse(_message.Message):
-    __slots__ = ("workers",)
-    WORKERS_FIELD_NUMBER: _ClassVar[int]
-    workers: _containers.RepeatedCompositeFieldContainer[_common_pb2.WorkerStatus]
-    def __init__(self, workers: _Optional[_Iterable[_Union[_common_pb2.WorkerStatus, _Mapping]]] = ...) -> None: ...
-
-class WakeRequest(_message.Message):
-    __slots__ = ("workers", "deadline_seconds")
-    WORKERS_FIELD_NUMBER: _ClassVar[int]
-    DEADLINE_SECONDS_FIELD_NUMBER: _ClassVar[int]
-    workers: _containers.RepeatedScalarFieldContainer[str]
-    deadline_seconds: float
-    def __init__(self, workers: _Optional[_Iterable[str]] = ..., deadline_seconds: _Optional[float] = ...) -> None: ...
-
-class WakeResponse(_message.Message):
-    __slots__ = ("workers",)
-    WORKERS_FIELD_NUMBER: _ClassVar[int]
-    workers: _containers.RepeatedCompositeFieldContainer[_common_pb2.WorkerStatus]
-    def __init__(self, workers: _Optional[_Iterable[_Union[_common_pb2.WorkerStatus, _Mapping]]] = ...) -> None: ...
-
 class GetStatusRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
 class GetStatusResponse(_message.Message):
-    __slots__ = ("workers", "waiting", "decisions", "accounts", "waiting_requests")
-    WORKERS_FIELD_NUMBER: _ClassVar[int]
-    WAITING_FIELD_NUMBER: _ClassVar[int]
-    DECISIONS_FIELD_NUMBER: _ClassVar[int]
-    ACCOUNTS_FIELD_NUMBER: _ClassVar[int]
-    WAITING_REQUESTS_FIELD_NUMBER: _ClassVar[int]
-    workers: _containers.RepeatedCompositeFieldContainer[_common_pb2.WorkerStatus]
-    waiting: int
-    decisions: _containers.RepeatedCompositeFieldContainer[PastDecision]
-    accounts: _containers.RepeatedCompositeFieldContainer[WorkerAccount]
-    waiting_requests: _containers.RepeatedCompositeFieldContainer[WaitingRequest]
-    def __init__(self, workers: _Optional[_Iterable[_Union[_common_pb2.WorkerStatus, _Mapping]]] = ..., waiting: _Optional[int] = ..., decisions: _Optional[_Iterable[_Union[PastDecision, _Mapping]]] = ..., accounts: _Optional[_Iterable[_Union[WorkerAccount, _Mapping]]] = ..., waiting_requests: _Optional[_Iterable[_Union[WaitingRequest, _Mapping]]] = ...) -> None: ...
-
-class WaitingRequest(_message.Message):
-    __slots__ = ("request_id", "position", "waited_seconds", "reason")
-    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
-    POSITION_FIELD_NUMBER: _ClassVar[int]
-    WAITED_SECONDS_FIELD_NUMBER: _ClassVar[int]
-    REASON_FIELD_NUMBER: _ClassVar[int]
-    request_id: str
-    position: int
-    waited_seconds: float
-    reason: str
-    def __init__(self, request_id: _Optional[str] = ..., position: _Optional[int] = ..., waited_seconds: _Optional[float] = ..., reason: _Optional[str] = ...) -> None: ...
-
-class PastDecision(_message.Message):
-    __slots__ = ("age_seconds", "kind", "reason", "prefill", "decode", "prompt_tokens", "predicted_ttft_seconds", "predicted_step_seconds", "ttft_seconds", "tpot_seconds")
-    AGE_SECONDS_FIELD_NUMBER: _ClassVar[int]
-    KIND_FIELD_NUMBER: _ClassVar[int]
-    REASON_FIELD_NUMBER: _ClassVar[int]
-    PREFILL_FIELD_NUMBER: _ClassVar[int]
-    DECODE_FIELD_NUMBER: _ClassVar[int]
-    PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
-    PREDICTED_TTFT_SECONDS_FIELD_NUMBER: _ClassVar[int]
-    PREDICTED_STEP_SECONDS_FIELD_NUMBER: _ClassVar[int]
-    TTFT_SECONDS_FIELD_NUMBER: _ClassVar[int]
-    TPOT_SECONDS_FIELD_NUMBER: _ClassVar[int]
-    age_seconds: float
-    kind: str
-    reason: str
-    prefill: str
-    decode: str
-    prompt_tokens: int
-    predicted_ttft_seconds: float
-    predicted_step_seconds: float
-    ttft_seconds: float
-    tpot_seconds: float
-    def __init__(self, age_seconds: _Optional[float] = ..., kind: _Optional[str] = ..., reason: _Optional[str] = ..., prefill: _Optional[str] = ..., decode: _Optional[str] = ..., prompt_tokens: _Optional[int] = ..., predicted_ttft_seconds: _Optional[float] = ..., predicted_step_seconds: _Optional[float] = ..., ttft_seconds: _Optional[float] = ..., tpot_seconds: _Optional[float] = ...) -> None: ...
-
-class WorkerAccount(_message.Message):
-    __slots__ = ("worker", "attempts", "unseen_tokens", "unseen_pages", "committed_pages", "barred_seconds", "prices")
-    WORKER_FIELD_NUMBER: _ClassVar[int]
-    ATTEMPTS_FIELD_NUMBER: _ClassVar[int]
-    UNSEEN_TOKENS_FIELD_NUMBER: _ClassVar[int]
-    UNSEEN_PAGES_FIELD_NUMBER: _ClassVar[int]
-    COMMITTED_PAGES_FIELD_NUMBER: _ClassVar[int]
-    BARRED_SECONDS_FIELD_NUMBER: _ClassVar[int]
-    PRICES_FIELD_NUMBER: _ClassVar[int]
-    worker: str
-    attempts: int
-    unseen_tokens: int
-    unseen_pages: int
-    committed_pages: int
-    barred_seconds: float
-    prices: str
-    def __init__(self, worker: _Optional[str] = ..., attempts: _Optional[int] = ..., unseen_tokens: _Optional[int] = ..., unseen_pages: _Optional[int] = ..., committed_pages: _Optional[int] = ..., barred_seconds: _Optional[float] = ..., prices: _Optional[str] = ...) -> None: ...
+    __slots__ = ("status_json",)
+    STATUS_JSON_FIELD_NUMBER: _ClassVar[int]
+    status_json: str
+    def __init__(self, status_json: _Optional[str] = ...) -> None: ...

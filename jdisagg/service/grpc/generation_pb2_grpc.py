@@ -59,11 +59,6 @@ class GenerationServiceStub:
                 request_serializer=jdisagg_dot_service_dot_grpc_dot_generation__pb2.GetStatusRequest.SerializeToString,
                 response_deserializer=jdisagg_dot_service_dot_grpc_dot_generation__pb2.GetStatusResponse.FromString,
                 _registered_method=True)
-        self.ResetCache = channel.unary_unary(
-                '/jdisagg.v1.GenerationService/ResetCache',
-                request_serializer=jdisagg_dot_service_dot_grpc_dot_generation__pb2.ResetCacheRequest.SerializeToString,
-                response_deserializer=jdisagg_dot_service_dot_grpc_dot_generation__pb2.ResetCacheResponse.FromString,
-                _registered_method=True)
         self.Suspend = channel.unary_unary(
                 '/jdisagg.v1.GenerationService/Suspend',
                 request_serializer=jdisagg_dot_service_dot_grpc_dot_generation__pb2.SuspendRequest.SerializeToString,
@@ -73,36 +68,6 @@ class GenerationServiceStub:
                 '/jdisagg.v1.GenerationService/Resume',
                 request_serializer=jdisagg_dot_service_dot_grpc_dot_generation__pb2.ResumeRequest.SerializeToString,
                 response_deserializer=jdisagg_dot_service_dot_grpc_dot_generation__pb2.ResumeResponse.FromString,
-                _registered_method=True)
-        self.LoadAdapter = channel.unary_unary(
-                '/jdisagg.v1.GenerationService/LoadAdapter',
-                request_serializer=jdisagg_dot_service_dot_grpc_dot_generation__pb2.LoadAdapterRequest.SerializeToString,
-                response_deserializer=jdisagg_dot_service_dot_grpc_dot_generation__pb2.LoadAdapterResponse.FromString,
-                _registered_method=True)
-        self.UnloadAdapter = channel.unary_unary(
-                '/jdisagg.v1.GenerationService/UnloadAdapter',
-                request_serializer=jdisagg_dot_service_dot_grpc_dot_generation__pb2.UnloadAdapterRequest.SerializeToString,
-                response_deserializer=jdisagg_dot_service_dot_grpc_dot_generation__pb2.UnloadAdapterResponse.FromString,
-                _registered_method=True)
-        self.ListAdapters = channel.unary_unary(
-                '/jdisagg.v1.GenerationService/ListAdapters',
-                request_serializer=jdisagg_dot_service_dot_grpc_dot_generation__pb2.ListAdaptersRequest.SerializeToString,
-                response_deserializer=jdisagg_dot_service_dot_grpc_dot_generation__pb2.ListAdaptersResponse.FromString,
-                _registered_method=True)
-        self.UpdateWeights = channel.unary_unary(
-                '/jdisagg.v1.GenerationService/UpdateWeights',
-                request_serializer=jdisagg_dot_service_dot_grpc_dot_generation__pb2.UpdateWeightsRequest.SerializeToString,
-                response_deserializer=jdisagg_dot_service_dot_grpc_dot_generation__pb2.UpdateWeightsResponse.FromString,
-                _registered_method=True)
-        self.Sleep = channel.unary_unary(
-                '/jdisagg.v1.GenerationService/Sleep',
-                request_serializer=jdisagg_dot_service_dot_grpc_dot_generation__pb2.SleepRequest.SerializeToString,
-                response_deserializer=jdisagg_dot_service_dot_grpc_dot_generation__pb2.SleepResponse.FromString,
-                _registered_method=True)
-        self.Wake = channel.unary_unary(
-                '/jdisagg.v1.GenerationService/Wake',
-                request_serializer=jdisagg_dot_service_dot_grpc_dot_generation__pb2.WakeRequest.SerializeToString,
-                response_deserializer=jdisagg_dot_service_dot_grpc_dot_generation__pb2.WakeResponse.FromString,
                 _registered_method=True)
 
 
@@ -140,13 +105,6 @@ class GenerationServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def ResetCache(self, request, context):
-        """Clears the prefix caches of all workers. Refused if the token belongs to a tenant.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
     def Suspend(self, request, context):
         """Suspends a request whose stream is open at this server. Its slots and pages become free for others, and its stream is silent. Its
         full blocks of KV stay in the prefix cache until others need the room. `Resume` recomputes the rest and continues at the next token.
@@ -157,47 +115,6 @@ class GenerationServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Resume(self, request, context):
-        """Missing associated documentation comment in .proto file."""
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def LoadAdapter(self, request, context):
-        """Offers a LoRA adapter under a name, which requests then give as `model`. Refused if the token belongs to a tenant.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def UnloadAdapter(self, request, context):
-        """Removes an adapter's name. Running requests end with their adapter. Refused if the token belongs to a tenant.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def ListAdapters(self, request, context):
-        """Missing associated documentation comment in .proto file."""
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def UpdateWeights(self, request, context):
-        """Replaces the weights of all workers by those of another checkpoint of the same model, without a restart. Refused if the token belongs
-        to a tenant.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def Sleep(self, request, context):
-        """Frees pages and weights of workers, which take no requests until `Wake`. Refused if the token belongs to a tenant.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def Wake(self, request, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -231,11 +148,6 @@ def add_GenerationServiceServicer_to_server(servicer, server):
                     request_deserializer=jdisagg_dot_service_dot_grpc_dot_generation__pb2.GetStatusRequest.FromString,
                     response_serializer=jdisagg_dot_service_dot_grpc_dot_generation__pb2.GetStatusResponse.SerializeToString,
             ),
-            'ResetCache': grpc.unary_unary_rpc_method_handler(
-                    servicer.ResetCache,
-                    request_deserializer=jdisagg_dot_service_dot_grpc_dot_generation__pb2.ResetCacheRequest.FromString,
-                    response_serializer=jdisagg_dot_service_dot_grpc_dot_generation__pb2.ResetCacheResponse.SerializeToString,
-            ),
             'Suspend': grpc.unary_unary_rpc_method_handler(
                     servicer.Suspend,
                     request_deserializer=jdisagg_dot_service_dot_grpc_dot_generation__pb2.SuspendRequest.FromString,
@@ -245,36 +157,6 @@ def add_GenerationServiceServicer_to_server(servicer, server):
                     servicer.Resume,
                     request_deserializer=jdisagg_dot_service_dot_grpc_dot_generation__pb2.ResumeRequest.FromString,
                     response_serializer=jdisagg_dot_service_dot_grpc_dot_generation__pb2.ResumeResponse.SerializeToString,
-            ),
-            'LoadAdapter': grpc.unary_unary_rpc_method_handler(
-                    servicer.LoadAdapter,
-                    request_deserializer=jdisagg_dot_service_dot_grpc_dot_generation__pb2.LoadAdapterRequest.FromString,
-                    response_serializer=jdisagg_dot_service_dot_grpc_dot_generation__pb2.LoadAdapterResponse.SerializeToString,
-            ),
-            'UnloadAdapter': grpc.unary_unary_rpc_method_handler(
-                    servicer.UnloadAdapter,
-                    request_deserializer=jdisagg_dot_service_dot_grpc_dot_generation__pb2.UnloadAdapterRequest.FromString,
-                    response_serializer=jdisagg_dot_service_dot_grpc_dot_generation__pb2.UnloadAdapterResponse.SerializeToString,
-            ),
-            'ListAdapters': grpc.unary_unary_rpc_method_handler(
-                    servicer.ListAdapters,
-                    request_deserializer=jdisagg_dot_service_dot_grpc_dot_generation__pb2.ListAdaptersRequest.FromString,
-                    response_serializer=jdisagg_dot_service_dot_grpc_dot_generation__pb2.ListAdaptersResponse.SerializeToString,
-            ),
-            'UpdateWeights': grpc.unary_unary_rpc_method_handler(
-                    servicer.UpdateWeights,
-                    request_deserializer=jdisagg_dot_service_dot_grpc_dot_generation__pb2.UpdateWeightsRequest.FromString,
-                    response_serializer=jdisagg_dot_service_dot_grpc_dot_generation__pb2.UpdateWeightsResponse.SerializeToString,
-            ),
-            'Sleep': grpc.unary_unary_rpc_method_handler(
-                    servicer.Sleep,
-                    request_deserializer=jdisagg_dot_service_dot_grpc_dot_generation__pb2.SleepRequest.FromString,
-                    response_serializer=jdisagg_dot_service_dot_grpc_dot_generation__pb2.SleepResponse.SerializeToString,
-            ),
-            'Wake': grpc.unary_unary_rpc_method_handler(
-                    servicer.Wake,
-                    request_deserializer=jdisagg_dot_service_dot_grpc_dot_generation__pb2.WakeRequest.FromString,
-                    response_serializer=jdisagg_dot_service_dot_grpc_dot_generation__pb2.WakeResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -423,33 +305,6 @@ class GenerationService:
             _registered_method=True)
 
     @staticmethod
-    def ResetCache(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/jdisagg.v1.GenerationService/ResetCache',
-            jdisagg_dot_service_dot_grpc_dot_generation__pb2.ResetCacheRequest.SerializeToString,
-            jdisagg_dot_service_dot_grpc_dot_generation__pb2.ResetCacheResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
     def Suspend(request,
             target,
             options=(),
@@ -493,168 +348,6 @@ class GenerationService:
             '/jdisagg.v1.GenerationService/Resume',
             jdisagg_dot_service_dot_grpc_dot_generation__pb2.ResumeRequest.SerializeToString,
             jdisagg_dot_service_dot_grpc_dot_generation__pb2.ResumeResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def LoadAdapter(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/jdisagg.v1.GenerationService/LoadAdapter',
-            jdisagg_dot_service_dot_grpc_dot_generation__pb2.LoadAdapterRequest.SerializeToString,
-            jdisagg_dot_service_dot_grpc_dot_generation__pb2.LoadAdapterResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def UnloadAdapter(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/jdisagg.v1.GenerationService/UnloadAdapter',
-            jdisagg_dot_service_dot_grpc_dot_generation__pb2.UnloadAdapterRequest.SerializeToString,
-            jdisagg_dot_service_dot_grpc_dot_generation__pb2.UnloadAdapterResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def ListAdapters(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/jdisagg.v1.GenerationService/ListAdapters',
-            jdisagg_dot_service_dot_grpc_dot_generation__pb2.ListAdaptersRequest.SerializeToString,
-            jdisagg_dot_service_dot_grpc_dot_generation__pb2.ListAdaptersResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def UpdateWeights(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/jdisagg.v1.GenerationService/UpdateWeights',
-            jdisagg_dot_service_dot_grpc_dot_generation__pb2.UpdateWeightsRequest.SerializeToString,
-            jdisagg_dot_service_dot_grpc_dot_generation__pb2.UpdateWeightsResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def Sleep(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/jdisagg.v1.GenerationService/Sleep',
-            jdisagg_dot_service_dot_grpc_dot_generation__pb2.SleepRequest.SerializeToString,
-            jdisagg_dot_service_dot_grpc_dot_generation__pb2.SleepResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def Wake(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/jdisagg.v1.GenerationService/Wake',
-            jdisagg_dot_service_dot_grpc_dot_generation__pb2.WakeRequest.SerializeToString,
-            jdisagg_dot_service_dot_grpc_dot_generation__pb2.WakeResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -6,22 +6,25 @@ accumulate only in the bounded buffer of the request path."""
 
 import math
 from contextlib import aclosing
+from dataclasses import replace
 
 import grpc.aio
-import msgspec
 
 from jdisagg.dispatch.frontend import Frontend
-from jdisagg.dispatch.prompts import chat_of
-from jdisagg.dispatch.weights_control import control_of, positive_seconds
-from jdisagg.errors import DeadlineExceededError
-from jdisagg.messages.weights import SLEEP_SECONDS, UPDATE_SECONDS
+from jdisagg.dispatch.prompts import Prompt, chat_of
+from jdisagg.errors import DeadlineExceededError, InvalidRequestError
 from jdisagg.observe.request_log import RequestLog, RequestRecord
-from jdisagg.request import Adapter
 from jdisagg.service.bearer import Tokens
 from jdisagg.service.calls import read_in_time
 from jdisagg.service.grpc import generation_pb2 as pb
-from jdisagg.service.grpc import generation_pb2_grpc, wire, wire_generation
+from jdisagg.service.grpc import generation_pb2_grpc, wire_generation
+from jdisagg.service.grpc.wire_generation import ChatBody, ClientRequest
 from jdisagg.service.guard import Service
+from jdisagg.service.http.chat import chat_prompt
+from jdisagg.service.http.fields import Fields
+from jdisagg.service.http.generation import IGNORED, read_request
+from jdisagg.service.http.grammar import named_as_sent
+from jdisagg.service.http.requests import Asked, chat_from, ignored_header
 
 SERVICE_NAME = pb.DESCRIPTOR.services_by_name["GenerationService"].full_name
 REQUEST_ID_KEY = "jdisagg-request-id"
@@ -37,7 +40,7 @@ def generation_service(
             servicer, server
         ),
         tokens,
-        lasting=frozenset(("Resume", "Wake")),  # running requests may wait for them
+        lasting=frozenset(("Resume",)),  # running requests may wait for it
     )
 
 
@@ -61,25 +64,30 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
     async def _generate(
         self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext, record: RequestRecord
     ) -> None:
-        asked = wire_generation.client_request_from_proto(request)
-        built = await self._frontend.build_request(
-            asked.prompt,
-            request_id=asked.request_id,
-            deadline_seconds=_deadline(asked.deadline_seconds, context.time_remaining()),
-            tenant=asked.tenant,
-            priority=asked.priority,
-            resumption=asked.resumption,
-            life=asked.life,
-            cache_salt=asked.cache_salt,
-            model=asked.model,
-            **asked.options,
-        )
+        asked, prompt, fields = await self._read(request)
+        record.tenant = asked.tenant
+        with named_as_sent(fields):
+            built = await self._frontend.build_request(
+                prompt,
+                request_id=asked.request_id,
+                deadline_seconds=_deadline(asked.deadline_seconds, context.time_remaining()),
+                tenant=asked.tenant,
+                priority=asked.priority,
+                resumption=asked.resumption,
+                life=asked.life,
+                cache_salt=asked.cache_salt,
+                model=asked.model,
+                **asked.options,
+            )
         record.built(built)
-        context.set_trailing_metadata(((REQUEST_ID_KEY, built.request_id),))
+        metadata = [(REQUEST_ID_KEY, built.request_id)]
+        if ignored := ignored_header(fields):
+            metadata.append((IGNORED.decode(), ignored.decode()))
+        context.set_trailing_metadata(metadata)
         request_id = built.request_id  # sent with the first message
         async with (
             read_in_time(built),
-            aclosing(self._frontend.stream(built, chat_of(asked.prompt))) as events,
+            aclosing(self._frontend.stream(built, chat_of(prompt))) as events,
         ):
             async for event in events:
                 record.seen(event)
@@ -87,12 +95,22 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
                 message.request_id, request_id = request_id, ""
                 await context.write(message)
 
+    async def _read(self, request: pb.GenerateRequest) -> tuple[ClientRequest, Prompt, Fields]:
+        if request.WhichOneof("prompt") != "chat_json":
+            asked = wire_generation.client_request_from_proto(request)
+            assert not isinstance(asked.prompt, ChatBody)
+            return asked, asked.prompt, Fields({})
+        fields = Fields.of(request.chat_json.encode())
+        body = await read_request(fields, chat_from, self._frontend)
+        return _of_body(request, body), body.prompts[0], fields
+
     async def Tokenize(
         self, request: pb.TokenizeRequest, context: grpc.aio.ServicerContext
     ) -> pb.TokenizeResponse:
-        return pb.TokenizeResponse(
-            token_ids=await self._frontend.tokenize(wire_generation.tokenize_from_proto(request))
-        )
+        prompt = wire_generation.tokenize_from_proto(request)
+        if isinstance(prompt, ChatBody):
+            prompt = chat_prompt(Fields.of(prompt.text.encode()))
+        return pb.TokenizeResponse(token_ids=await self._frontend.tokenize(prompt))
 
     async def Detokenize(
         self, request: pb.DetokenizeRequest, context: grpc.aio.ServicerContext
@@ -110,14 +128,8 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
     async def GetStatus(
         self, request: pb.GetStatusRequest, context: grpc.aio.ServicerContext
     ) -> pb.GetStatusResponse:
-        reply = wire_generation.routing_to_proto(self._frontend.routing())
-        reply.workers.extend(map(wire.worker_status_to_proto, await self._frontend.status()))
-        return reply
-
-    async def ResetCache(
-        self, request: pb.ResetCacheRequest, context: grpc.aio.ServicerContext
-    ) -> pb.ResetCacheResponse:
-        return pb.ResetCacheResponse(blocks=await self._frontend.reset_cache())
+        workers = await self._frontend.status()
+        return wire_generation.status_to_proto(workers, self._frontend.routing())
 
     async def Suspend(
         self, request: pb.SuspendRequest, context: grpc.aio.ServicerContext
@@ -131,64 +143,24 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         self._frontend.resume(request.request_id, request.tenant)
         return pb.ResumeResponse()
 
-    async def LoadAdapter(
-        self, request: pb.LoadAdapterRequest, context: grpc.aio.ServicerContext
-    ) -> pb.LoadAdapterResponse:
-        adapters, model = self._frontend.adapters, self._frontend.model.name
-        loaded = await adapters.load(request.name, request.path, model, request.replace)
-        return pb.LoadAdapterResponse(adapter=_adapter_to_proto(loaded))
 
-    async def UnloadAdapter(
-        self, request: pb.UnloadAdapterRequest, context: grpc.aio.ServicerContext
-    ) -> pb.UnloadAdapterResponse:
-        self._frontend.adapters.unload(request.name)
-        return pb.UnloadAdapterResponse()
-
-    async def ListAdapters(
-        self, request: pb.ListAdaptersRequest, context: grpc.aio.ServicerContext
-    ) -> pb.ListAdaptersResponse:
-        listed = map(_adapter_to_proto, self._frontend.adapters.listed)
-        return pb.ListAdaptersResponse(adapters=listed)
-
-    async def UpdateWeights(
-        self, request: pb.UpdateWeightsRequest, context: grpc.aio.ServicerContext
-    ) -> pb.UpdateWeightsResponse:
-        report = await control_of(self._frontend.weights).update(
-            request.folder,
-            request.version,
-            wire_generation.update_mode_from_proto(request.mode),
-            _seconds(request, UPDATE_SECONDS),
+def _of_body(request: pb.GenerateRequest, body: Asked) -> ClientRequest:
+    """The fields of the request replace those of the chat's body."""
+    if body.resumed is not None:
+        raise InvalidRequestError(
+            "resumption is a field of the request over gRPC; leave it out of the chat's body"
         )
-        return pb.UpdateWeightsResponse(**msgspec.structs.asdict(report))
-
-    async def Sleep(
-        self, request: pb.SleepRequest, context: grpc.aio.ServicerContext
-    ) -> pb.SleepResponse:
-        seconds, names = _seconds(request, SLEEP_SECONDS), tuple(request.workers)
-        control = control_of(self._frontend.weights)
-        statuses = await control.sleep(request.level or 1, names, seconds)
-        return pb.SleepResponse(workers=map(wire.worker_status_to_proto, statuses))
-
-    async def Wake(
-        self, request: pb.WakeRequest, context: grpc.aio.ServicerContext
-    ) -> pb.WakeResponse:
-        seconds, names = _seconds(request, UPDATE_SECONDS), tuple(request.workers)
-        statuses = await control_of(self._frontend.weights).wake(names, seconds)
-        return pb.WakeResponse(workers=map(wire.worker_status_to_proto, statuses))
-
-
-def _seconds(
-    request: pb.UpdateWeightsRequest | pb.SleepRequest | pb.WakeRequest, usual: float
-) -> float:
-    return (
-        positive_seconds(request.deadline_seconds)
-        if request.HasField("deadline_seconds")
-        else usual
+    asked, sent = wire_generation.client_request_from_proto(request, body.options), body.sent
+    seconds = asked.deadline_seconds
+    return replace(
+        asked,
+        request_id=asked.request_id or sent.name,
+        deadline_seconds=sent.deadline_seconds if seconds is None else seconds,
+        tenant=asked.tenant or sent.tenant,
+        priority=asked.priority or sent.priority,
+        cache_salt=asked.cache_salt or sent.salt,
+        model=asked.model or sent.model,
     )
-
-
-def _adapter_to_proto(adapter: Adapter) -> pb.Adapter:
-    return pb.Adapter(name=adapter.name, path=adapter.path, digest=adapter.digest)
 
 
 def _deadline(asked_seconds: float | None, call_seconds: float | None) -> float | None:

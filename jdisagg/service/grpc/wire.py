@@ -10,13 +10,13 @@ InvalidRequestError that names the field, and never another exception."""
 import contextlib
 import inspect
 from collections.abc import Callable, Iterable
-from typing import ParamSpec, TypeVar
+from types import NoneType
+from typing import Any, ParamSpec, TypeVar, get_args, get_origin, get_type_hints
 
 import msgspec
 from google.protobuf.message import EncodeError, Message
 
 from jdisagg import errors
-from jdisagg.costs.measured import StepTimes
 from jdisagg.errors import (
     CancelledError,
     DeadlineExceededError,
@@ -27,13 +27,6 @@ from jdisagg.errors import (
 )
 from jdisagg.layout.axes import Layout
 from jdisagg.messages.spans import WireStatus
-from jdisagg.messages.worker_status import (
-    KeptTier,
-    LinkTimes,
-    PriorityLoad,
-    WorkerRole,
-    WorkerStatus,
-)
 from jdisagg.request import TokenLogprobs
 from jdisagg.service.grpc import common_pb2 as pb
 
@@ -134,27 +127,6 @@ def layout_from_proto(message: pb.Layout) -> Layout:
     return Layout(dp=message.dp, tp=message.tp, ep=message.ep, pp=message.pp or 1)
 
 
-_ROLE_TO_PROTO = {
-    WorkerRole.PREFILL: pb.WORKER_ROLE_PREFILL,
-    WorkerRole.DECODE: pb.WORKER_ROLE_DECODE,
-    WorkerRole.MIXED: pb.WORKER_ROLE_MIXED,
-}
-_ROLE_FROM_PROTO: dict[int, WorkerRole] = {value: role for role, value in _ROLE_TO_PROTO.items()}
-
-
-def role_to_proto(role: WorkerRole) -> pb.WorkerRole:
-    return _ROLE_TO_PROTO[role]
-
-
-def role_from_proto(message: str, role: int) -> WorkerRole:
-    """Raises InvalidRequestError for an unknown role."""
-    if role not in _ROLE_FROM_PROTO:
-        raise InvalidRequestError(
-            f"{message}.role must be a known role, got {role}; run the same version on both sides"
-        )
-    return _ROLE_FROM_PROTO[role]
-
-
 def flat_from_proto(kind: type[Plain], message: Message, **known: object) -> Plain:
     """Builds an instance of class `kind` from a message whose fields have the same names.
 
@@ -172,48 +144,29 @@ def flat_from_proto(kind: type[Plain], message: Message, **known: object) -> Pla
     return kind(**values)
 
 
-def worker_status_to_proto(status: WorkerStatus) -> pb.WorkerStatus:
-    fields = msgspec.structs.asdict(status)
-    fields["role"] = role_to_proto(status.role)
-    fields["kept"] = [pb.KeptTier(**msgspec.structs.asdict(tier)) for tier in status.kept]
-    fields["links"] = [pb.LinkTimes(**msgspec.structs.asdict(link)) for link in status.links]
-    fields["priorities"] = [
-        pb.PriorityLoad(**msgspec.structs.asdict(load)) for load in status.priorities
-    ]
-    fields["times"] = status.times and _times_to_proto(status.times)
-    return pb.WorkerStatus(**fields)
+def plain_from(value: Any) -> Any:
+    """Returns the JSON form of messages between processes: objects with the names of fields."""
+    if isinstance(value, msgspec.Struct):
+        return plain_from(msgspec.structs.asdict(value))
+    if isinstance(value, dict):
+        return {name: plain_from(one) for name, one in value.items()}
+    return [plain_from(one) for one in value] if isinstance(value, tuple) else value
 
 
-def worker_status_from_proto(message: pb.WorkerStatus) -> WorkerStatus:
-    role = role_from_proto("WorkerStatus", message.role)
-    kept = tuple([flat_from_proto(KeptTier, tier) for tier in message.kept])
-    links = tuple([flat_from_proto(LinkTimes, link) for link in message.links])
-    times = _times_from_proto(message.times) if message.HasField("times") else None
-    known = {
-        "priorities": tuple([flat_from_proto(PriorityLoad, load) for load in message.priorities]),
-        **{"role": role, "kept": kept, "links": links, "times": times},
-    }
-    return flat_from_proto(WorkerStatus, message, **known)
-
-
-def _times_to_proto(times: StepTimes) -> pb.StepTimes:
-    return pb.StepTimes(
-        chunk_sizes=times.chunk_sizes,
-        chunks=[
-            pb.ProgramTime(size=size, context_tokens=cached, seconds=seconds)
-            for size, cached, seconds in times.chunks
-        ],
-        batch_sizes=times.batch_sizes,
-        steps=[
-            pb.ProgramTime(size=size, context_tokens=context, seconds=seconds)
-            for size, context, seconds in times.steps
-        ],
-    )
-
-
-def _times_from_proto(message: pb.StepTimes) -> StepTimes:
-    chunks, steps = (
-        tuple([(one.size, one.context_tokens, one.seconds) for one in of])
-        for of in (message.chunks, message.steps)
-    )
-    return StepTimes(tuple(message.chunk_sizes), chunks, tuple(message.batch_sizes), steps)
+def plain_to(kind: Any, value: Any) -> Any:
+    """The inverse of `plain_from`. Ignores unknown names. Raises InvalidRequestError if a name is
+    missing."""
+    given = [one for one in get_args(kind) if one is not NoneType]
+    if get_origin(kind) is tuple:
+        kinds = given[:1] * len(value) if given[-1] is Ellipsis else given
+        return tuple(plain_to(*pair) for pair in zip(kinds, value, strict=True))
+    if given:  # X | None
+        return None if value is None else plain_to(given[0], value)
+    if not issubclass(kind, msgspec.Struct):
+        return msgspec.convert(value, kind)
+    hints = get_type_hints(kind)
+    known = {name: plain_to(hints[name], one) for name, one in value.items() if name in hints}
+    try:
+        return kind(**known)
+    except TypeError as error:
+        raise InvalidRequestError(f"{error}; run the same version on both sides") from None

@@ -12,18 +12,12 @@ from typing import Any, cast
 
 import msgspec
 
-from jdisagg.chat.messages import ChatPrompt
 from jdisagg.config import Mode
 from jdisagg.dispatch.options import bias_pairs
 from jdisagg.dispatch.prompts import ModelInfo, Prompt, TokenPrompt
-from jdisagg.dispatch.routing_status import (
-    PastDecision,
-    RoutingStatus,
-    WaitingRequest,
-    WorkerAccount,
-)
+from jdisagg.dispatch.routing_status import RoutingStatus
 from jdisagg.errors import InvalidRequestError
-from jdisagg.messages.weights import UpdateMode, WeightsReport
+from jdisagg.messages.worker_status import WorkerStatus
 from jdisagg.prompt.logprobs import PromptLogprobs
 from jdisagg.request import (
     MAX_GRAMMAR_BYTES,
@@ -39,6 +33,7 @@ from jdisagg.request import (
     SamplingParams,
     StreamEvent,
     Timings,
+    ToolCallDelta,
     Usage,
     at_most,
     parameters_of,
@@ -52,17 +47,20 @@ from jdisagg.service.grpc.wire import (
     layout_from_proto,
     layout_to_proto,
     logprobs_to_proto,
-)
-from jdisagg.service.grpc.wire_chat import (
-    call_delta_from_proto,
-    call_delta_to_proto,
-    chat_from_proto,
-    chat_to_proto,
+    plain_from,
+    plain_to,
 )
 
 # Clients retry a few times a second for a limited time, and therefore never reach this number.
 MAX_RESUMPTIONS = 1_000_000
 MAX_IDS = 2 << 20  # more than any model's context
+
+
+@dataclass(frozen=True, slots=True)
+class ChatBody:
+    """A chat as the JSON body of a request of /v1/chat/completions. The server reads it."""
+
+    text: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +70,7 @@ class ClientRequest:
     `resumption` has the tokens that the client has already received. It is None in the first call.
     `life` is a random number that the client chooses for the stream and sends with each retry."""
 
-    prompt: Prompt
+    prompt: Prompt | ChatBody
     options: SamplingOptions
     request_id: str = ""
     deadline_seconds: float | None = None
@@ -89,11 +87,11 @@ def client_request_to_proto(request: ClientRequest) -> pb.GenerateRequest:
     prompt = request.prompt
     return build(
         pb.GenerateRequest,
-        text=prompt if not isinstance(prompt, TokenPrompt | ChatPrompt) else None,
+        text=prompt if isinstance(prompt, str) else None,
         token_ids=(
             build(pb.TokenIds, ids=prompt.token_ids) if isinstance(prompt, TokenPrompt) else None
         ),
-        chat=chat_to_proto(prompt) if isinstance(prompt, ChatPrompt) else None,
+        chat_json=prompt.text if isinstance(prompt, ChatBody) else None,
         sampling=options_to_proto(request.options),
         request_id=request.request_id,
         deadline_seconds=request.deadline_seconds,
@@ -107,24 +105,28 @@ def client_request_to_proto(request: ClientRequest) -> pb.GenerateRequest:
     )
 
 
-def client_request_from_proto(message: pb.GenerateRequest) -> ClientRequest:
+def client_request_from_proto(
+    message: pb.GenerateRequest, of_chat: SamplingOptions | None = None
+) -> ClientRequest:
+    """`of_chat`: the options in the body of the chat, which those of the message replace."""
     kind = message.WhichOneof("prompt")
     if kind is None:
-        raise InvalidRequestError("prompt is missing: set one of text, token_ids, chat")
-    prompt: Prompt = message.text
+        raise InvalidRequestError("prompt is missing: set one of text, token_ids, chat_json")
+    prompt: Prompt | ChatBody = message.text
     if kind == "token_ids":
         at_most("token_ids", len(message.token_ids.ids), MAX_IDS)
         prompt = TokenPrompt(tuple(message.token_ids.ids))
-    elif kind == "chat":
-        prompt = chat_from_proto(message.chat)
+    elif kind == "chat_json":
+        prompt = ChatBody(message.chat_json)
+    options = cast(SamplingOptions, {**(of_chat or {}), **options_from_proto(message.sampling)})
     return ClientRequest(
         prompt=prompt,
-        options=options_from_proto(message.sampling),
+        options=options,
         request_id=message.request_id,
         deadline_seconds=message.deadline_seconds if message.HasField("deadline_seconds") else None,
         tenant=message.tenant,
         priority=message.priority,
-        resumption=_resumption_from_proto(message),
+        resumption=_resumption_from_proto(message, options),
         life=message.life,
         cache_salt=message.cache_salt,
         model=message.model,
@@ -142,15 +144,18 @@ def _accepted_to_proto(resumption: Resumption) -> list[pb.AcceptedTokens]:
     ]
 
 
-def _resumption_from_proto(message: pb.GenerateRequest) -> Resumption | None:
-    number, count = message.resumption, message.sampling.n if message.sampling.HasField("n") else 1
+def _resumption_from_proto(
+    message: pb.GenerateRequest, options: SamplingOptions
+) -> Resumption | None:
+    number, given = message.resumption, options.get("n")
+    count = 1 if given is None else given
     if number == 0 and not message.accepted:
         return None
     if not 1 <= number <= MAX_RESUMPTIONS:
         raise InvalidRequestError(
             f"resumption must be in [1, {MAX_RESUMPTIONS}] for a resumed request, got {number}"
         )
-    if not message.request_id or not message.sampling.HasField("seed"):
+    if not message.request_id or options.get("seed") is None:
         raise InvalidRequestError(
             "a resumed request must name its request_id and its sampling.seed; repeat those of the"
             " first call"
@@ -191,17 +196,17 @@ def _finish_from_proto(reason: int) -> FinishReason | None:
     return _FINISH_FROM_PROTO.get(reason)
 
 
-def tokenize_to_proto(prompt: str | ChatPrompt) -> pb.TokenizeRequest:
-    if isinstance(prompt, ChatPrompt):
-        return build(pb.TokenizeRequest, chat=chat_to_proto(prompt))
+def tokenize_to_proto(prompt: str | ChatBody) -> pb.TokenizeRequest:
+    if isinstance(prompt, ChatBody):
+        return build(pb.TokenizeRequest, chat_json=prompt.text)
     return build(pb.TokenizeRequest, text=prompt)
 
 
-def tokenize_from_proto(message: pb.TokenizeRequest) -> str | ChatPrompt:
+def tokenize_from_proto(message: pb.TokenizeRequest) -> str | ChatBody:
     kind = message.WhichOneof("prompt")
     if kind is None:
-        raise InvalidRequestError("prompt is missing: set one of text, chat")
-    return message.text if kind == "text" else chat_from_proto(message.chat)
+        raise InvalidRequestError("prompt is missing: set one of text, chat_json")
+    return message.text if kind == "text" else ChatBody(message.chat_json)
 
 
 def detokenize_to_proto(
@@ -224,7 +229,12 @@ def event_to_proto(event: StreamEvent) -> pb.GenerateResponse:
         stop_token=event.stop_token,
     )
     if event.tool_calls:
-        message.tool_calls.extend(map(call_delta_to_proto, event.tool_calls))
+        message.tool_calls.extend(
+            pb.ToolCallDelta(
+                index=call.index, id=call.id, name=call.name, arguments_json=call.arguments
+            )
+            for call in event.tool_calls
+        )
     if event.logprobs:
         message.logprobs.extend(map(logprobs_to_proto, event.logprobs))
     if event.prompt_logprobs is not None:
@@ -236,26 +246,6 @@ def event_to_proto(event: StreamEvent) -> pb.GenerateResponse:
     if event.timings is not None:
         message.timings.CopyFrom(pb.Timings(**dataclasses.asdict(event.timings)))
     return message
-
-
-_UPDATE_MODES = {
-    pb.UPDATE_MODE_UNSPECIFIED: UpdateMode.RECOMPUTE,
-    pb.UPDATE_MODE_RECOMPUTE: UpdateMode.RECOMPUTE,
-    pb.UPDATE_MODE_DRAIN: UpdateMode.DRAIN,
-    pb.UPDATE_MODE_KEEP: UpdateMode.KEEP,
-}
-
-
-def update_mode_from_proto(mode: int) -> UpdateMode:
-    if mode not in _UPDATE_MODES:
-        raise InvalidRequestError(f"mode: {mode} is not an UpdateMode of this version")
-    return _UPDATE_MODES[mode]  # type: ignore[index]
-
-
-def weights_report_from_proto(message: pb.UpdateWeightsResponse) -> WeightsReport:
-    return flat_from_proto(
-        WeightsReport, message, workers=tuple(message.workers), failed=tuple(message.failed)
-    )
 
 
 def _usage_to_proto(usage: Usage) -> pb.Usage:
@@ -289,7 +279,10 @@ def event_from_proto(message: pb.GenerateResponse) -> StreamEvent:
         timings=flat_from_proto(Timings, message.timings) if message.HasField("timings") else None,
         request_id=message.request_id,
         reasoning=message.reasoning,
-        tool_calls=tuple(map(call_delta_from_proto, message.tool_calls)),
+        tool_calls=tuple(
+            ToolCallDelta(call.index, call.id, call.name, call.arguments_json)
+            for call in message.tool_calls
+        ),
         prompt_logprobs=(
             _prompt_from_proto(message.prompt_logprobs)
             if message.HasField("prompt_logprobs")
@@ -370,32 +363,22 @@ def _defaults_from_proto(message: common_pb2.SamplingParams) -> SamplingDefaults
     )
 
 
-def routing_to_proto(status: RoutingStatus) -> pb.GetStatusResponse:
-    """The statuses of workers are left empty for the caller to add."""
-    return pb.GetStatusResponse(
-        waiting=status.waiting,
-        decisions=[
-            pb.PastDecision(**_without(dataclasses.asdict(decision), "request_id"))
-            for decision in status.decisions
-        ],
-        accounts=[pb.WorkerAccount(**dataclasses.asdict(account)) for account in status.accounts],
-        waiting_requests=[
-            pb.WaitingRequest(**dataclasses.asdict(request)) for request in status.waiting_requests
-        ],
-    )
+def status_to_proto(
+    workers: Sequence[WorkerStatus], routing: RoutingStatus
+) -> pb.GetStatusResponse:
+    """Decisions are sent without the ids of their requests, which may be another tenant's."""
+    decisions = [dataclasses.replace(one, request_id="") for one in routing.decisions]
+    told = dataclasses.asdict(dataclasses.replace(routing, decisions=tuple(decisions)))
+    fields = told | {"workers": [plain_from(one) for one in workers]}
+    return pb.GetStatusResponse(status_json=msgspec.json.encode(fields).decode())
 
 
-def _without(fields: dict[str, Any], name: str) -> dict[str, Any]:
-    return {key: value for key, value in fields.items() if key != name}
-
-
-def routing_from_proto(message: pb.GetStatusResponse) -> RoutingStatus:
-    return RoutingStatus(
-        message.waiting,
-        tuple(flat_from_proto(PastDecision, item) for item in message.decisions),
-        tuple(flat_from_proto(WorkerAccount, item) for item in message.accounts),
-        tuple(flat_from_proto(WaitingRequest, item) for item in message.waiting_requests),
-    )
+def status_from_proto(
+    message: pb.GetStatusResponse,
+) -> tuple[tuple[WorkerStatus, ...], RoutingStatus]:
+    fields = msgspec.json.decode(message.status_json or "{}")
+    workers = tuple([plain_to(WorkerStatus, one) for one in fields.pop("workers", ())])
+    return workers, msgspec.convert(fields, RoutingStatus)
 
 
 _FINISH_TO_PROTO = {

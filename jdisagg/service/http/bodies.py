@@ -16,9 +16,8 @@ from typing import Annotated, Any, cast
 import msgspec
 from msgspec import Meta
 
-from jdisagg.chat.messages import MAX_TOOLS
+from jdisagg.chat.messages import MAX_MESSAGES, MAX_TOOLS
 from jdisagg.request import MAX_SEED, SamplingOptions, SamplingParams, parameters_of
-from jdisagg.service.grpc.wire_chat import MAX_MESSAGES
 from jdisagg.service.http.fields import (
     BY_HAND,
     INTEGER,

@@ -110,9 +110,7 @@ class HttpGeneration:
     ) -> tuple[Fields, Asked]:
         fields = Fields.of(await exchange.body(self._limit_bytes))
         exchange.fields = fields.names
-        asked = await without_patterns(fields, read(fields))
-        if any(map(self._frontend.leaves_calls_in_text, asked.prompts)):
-            fields.leave_out("tools.no_parser")
+        asked = await read_request(fields, read, self._frontend)
         if ignored := ignored_header(fields):
             exchange.reply_headers.append((IGNORED, ignored))
         return fields, asked
@@ -130,7 +128,7 @@ class HttpGeneration:
                     "last-event-id needs the field resumption, with the ids of all events that"
                     " were received; send both, or neither"
                 )
-            with _watched(exchange), ExitStack() as records:
+            with watched(exchange), ExitStack() as records:
                 with named_as_sent(fields):
                     runs = await self._runs(asked, request_id, record, records, kind.takes_apart)
                 model = self._frontend.model
@@ -205,6 +203,16 @@ class HttpGeneration:
             return await self._frontend.detokenize(prompt.token_ids)
         assert isinstance(prompt, str), "chats refuse echo"
         return prompt
+
+
+async def read_request(
+    fields: Fields, read: Callable[[Fields], Asked], frontend: Frontend
+) -> Asked:
+    """Reads a body. The fields that it leaves out are those that the reply lists as ignored."""
+    asked = await without_patterns(fields, read(fields))
+    if any(map(frontend.leaves_calls_in_text, asked.prompts)):
+        fields.leave_out("tools.no_parser")
+    return asked
 
 
 class _Run:
@@ -352,7 +360,7 @@ async def _together(runs: Sequence[Coroutine[None, None, None]]) -> None:
 
 
 @contextlib.contextmanager
-def _watched(exchange: Exchange) -> Iterator[None]:
+def watched(exchange: Exchange) -> Iterator[None]:
     task = asyncio.current_task()
     assert task is not None
     watching = asyncio.ensure_future(exchange.gone())

@@ -63,6 +63,7 @@ _PATHS: dict[str, dict[str, tuple[str, Forms]]] = {
     },
     "/sleep": {"post": ("Frees weights and pages of workers.", (bodies.Sleep, bodies.Wake))},
     "/wake_up": {"post": ("Ends the sleep of workers.", (bodies.Wake,))},
+    "/reset_prefix_cache": {"post": ("Clears the prefix caches of all workers.", ())},
     "/is_sleeping": {"get": ("States whether all workers sleep.", ())},
     "/v1/embeddings": {
         "post": ("Is refused: no embedding model is served.", (bodies.ModelFields,))

@@ -9,10 +9,9 @@ from dataclasses import dataclass, field, replace
 import msgspec
 
 from jdisagg.chat.images import ChatImage
-from jdisagg.chat.messages import MAX_TOOLS, ChatMessage, ChatPrompt, ToolCall
+from jdisagg.chat.messages import MAX_MESSAGES, MAX_TOOLS, ChatMessage, ChatPrompt, ToolCall
 from jdisagg.errors import InvalidRequestError
 from jdisagg.request import at_most
-from jdisagg.service.grpc.wire_chat import MAX_MESSAGES
 from jdisagg.service.http.bodies import REFUSED_WITHOUT_STORE, ResponseFields
 from jdisagg.service.http.chat import (
     OfferedTools,

@@ -32,7 +32,7 @@ from jdisagg.service.http.chat import chat_prompt
 from jdisagg.service.http.errors import MESSAGE_ERRORS, HttpRefusal
 from jdisagg.service.http.exchange import Exchange, Receive, Scope, Send
 from jdisagg.service.http.fields import F, Fields
-from jdisagg.service.http.generation import IGNORED, HttpGeneration, check_model
+from jdisagg.service.http.generation import IGNORED, HttpGeneration, check_model, watched
 from jdisagg.service.http.guard import ANY_METHOD, Endpoint, HttpGuard
 from jdisagg.service.http.kept_responses import KeptResponses
 from jdisagg.service.http.messages import message_prompt
@@ -114,6 +114,7 @@ class HttpRoutes:
             "/update_weights_from_disk": Endpoint(guard, "POST", self._update_weights),
             "/sleep": Endpoint(guard, "POST", self._sleep),
             "/wake_up": Endpoint(guard, "POST", self._wake, lasting=True),
+            "/reset_prefix_cache": Endpoint(guard, "POST", self._reset_cache),
             "/is_sleeping": Endpoint(guard, "GET", self._is_sleeping),
             "/tokenize": Endpoint(guard, "POST", self._tokenize),
             "/detokenize": Endpoint(guard, "POST", self._detokenize),
@@ -158,7 +159,8 @@ class HttpRoutes:
         asked = await self._filled(exchange, UpdateWeights, b"{}")
         seconds = _deadline(asked.deadline_seconds, UPDATE_SECONDS)
         control, mode = control_of(self._frontend.weights), mode_of(asked.mode)
-        report = await control.update(asked.model_path, asked.weight_version, mode, seconds)
+        with watched(exchange):
+            report = await control.update(asked.model_path, asked.weight_version, mode, seconds)
         await exchange.reply(_encode({"success": True, **msgspec.structs.asdict(report)}))
 
     async def _sleep(self, exchange: Exchange) -> None:
@@ -180,8 +182,12 @@ class HttpRoutes:
         await self._is_sleeping(exchange)
 
     async def _is_sleeping(self, exchange: Exchange) -> None:
-        asleep = [status.asleep for status in await self._frontend.status()]
-        await exchange.reply(_encode({"is_sleeping": bool(asleep) and all(asleep)}))
+        workers = {status.name: status.asleep for status in await self._frontend.status()}
+        sleeping = bool(workers) and all(workers.values())
+        await exchange.reply(_encode({"is_sleeping": sleeping, "workers": workers}))
+
+    async def _reset_cache(self, exchange: Exchange) -> None:
+        await exchange.reply(_encode({"blocks": await self._frontend.reset_cache()}))
 
     async def _body(self, exchange: Exchange, empty: bytes = b"") -> Fields:
         """`empty` takes the place of an empty body."""

@@ -14,11 +14,12 @@ from multiprocessing.connection import Connection
 
 import jax
 
-from jdisagg.assembly import Worker, build_worker
+from jdisagg.assembly import Worker, WorkerHost
 from jdisagg.clock import MonotonicClock
-from jdisagg.config import ServiceConfig, WorkerConfig
+from jdisagg.config import ServiceConfig
 from jdisagg.dispatch.ids import random_id
-from jdisagg.engine.replica import KvPlane, build_worker_replica
+from jdisagg.engine.limits import worker_config
+from jdisagg.engine.replica import KvPlane, build_replica
 from jdisagg.executor.program_cache import use_compilation_cache
 from jdisagg.layout.mesh_card import KvEnd
 from jdisagg.messages.worker_status import WorkerRole
@@ -69,24 +70,21 @@ class Host:
     async def build(self, role: WorkerRole, case: Case) -> str:
         """Serves the worker of one half of the case; returns its address."""
         assert self._served is None
-        engine, prefills = case.engine(), role is WorkerRole.PREFILL
-        half = engine.prefill if prefills else engine.decode
-        instance = await asyncio.to_thread(
-            build_worker_replica,
-            role.value,
-            role,
-            WorkerConfig(model=engine.model, instance=half, warm_up=False),
-            loader(engine.model.directory, engine.model.dtype),
-            jax.devices()[PREFILL_DEVICES if prefills else DECODE_DEVICES],
-            self._channel,
-            self._plane,
-        )
+        engine = case.engine()
         service = ServiceConfig(HOST, free_ports(HOST, 1)[0], drain_seconds=0.0)
         address = f"{HOST}:{service.port}"
         context = WorkerContext(role.value, self._clock, random_id, address=address)
+        instance = await asyncio.to_thread(
+            build_replica,
+            WorkerHost(context, role, worker_config(engine, role)),
+            loader(engine.model.directory, engine.model.dtype),
+            jax.devices()[PREFILL_DEVICES if role is WorkerRole.PREFILL else DECODE_DEVICES],
+            self._channel,
+            self._plane,
+        )
         peers = PeerPorts(cluster_credentials(service), self._clock, engine.limits.timeouts.call)
         watch = KvWatch(instance.executor)
-        worker = build_worker(role, context, watch, half, engine.limits, peers.find)
+        worker = instance.host.worker(watch, peers.find)
         server = GrpcServer(worker_services(worker), service, worker.boot_id)
         await worker.start()
         await server.start()

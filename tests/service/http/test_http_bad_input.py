@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from jdisagg.chat.messages import MAX_TOOLS
+from jdisagg.chat.messages import MAX_MESSAGES, MAX_TOOLS
 from jdisagg.config import ServiceConfig
-from jdisagg.service.grpc.wire_chat import MAX_MESSAGES
 from jdisagg.service.http import exchange as http_exchange
 from jdisagg.service.http import server as http_server
 from jdisagg.service.http.fields import MAX_FIELDS, MAX_PARTS

@@ -6,19 +6,21 @@ import random
 from dataclasses import replace
 from typing import Any
 
+import grpc
+import grpc.aio
 import pytest
 
 from jdisagg.client import AsyncClient
 from jdisagg.errors import InvalidRequestError
 from jdisagg.request import Grammar, GrammarKind, SamplingOptions
-from jdisagg.service.client.request import GenerateOptions
-from jdisagg.service.client.request import asked as client_request
+from jdisagg.service.grpc import common_pb2, generation_pb2_grpc
 from jdisagg.service.grpc import generation_pb2 as pb
-from jdisagg.service.grpc.wire_generation import client_request_from_proto, client_request_to_proto
 from jdisagg.service.http.chat import chat_prompt
 from jdisagg.service.http.fields import Fields
+from tests.service.chats import TEMPLATE as TOOLS_TEMPLATE
+from tests.service.chats import Script
 from tests.service.doors import MODEL
-from tests.service.http_doors import http_door
+from tests.service.http_doors import CHATS, http_door
 from tests.service.parity import both
 
 TEMPLATE = (
@@ -83,7 +85,7 @@ def some_request(draw: random.Random, number: int) -> dict[str, Any]:
 async def test_random_requests_are_the_same_at_both_doors_and_get_the_same() -> None:
     """Of all parameters, and of those that only one field of HTTP has."""
     draw = random.Random(7)
-    requests = [some_request(draw, number) for number in range(50)]
+    requests = [some_request(draw, number) for number in range(21)]
     every = SamplingOptions.__annotations__.keys() | {"priority", "tenant", "cache_salt"}
     assert every <= {name for asked in requests for name in asked}
     async with http_door(template=TEMPLATE) as door, AsyncClient(door.target) as client:
@@ -131,27 +133,62 @@ CHAT: dict[str, Any] = {
 }
 
 
-def test_a_chat_over_grpc_is_the_chat_that_http_reads() -> None:
-    over_http = chat_prompt(Fields.of(json.dumps(CHAT).encode()))
-    message = client_request_to_proto(client_request(None, GenerateOptions(**CHAT)))
-    sent = pb.GenerateRequest.FromString(message.SerializeToString())
-    over_grpc = client_request_from_proto(sent).prompt
-    assert over_grpc == over_http
-    assert over_http.messages[0].content == ("a", "b")
-    assert over_http.messages[3].content is None
-    assert over_http.tools[0].returns == {"type": "string"}
-    assert over_http.arguments["documents"] == CHAT["documents"]
-    objects = GenerateOptions(**CHAT | {"messages": over_http.messages, "tools": over_http.tools})
-    again = client_request_to_proto(client_request(None, objects))
-    assert client_request_from_proto(again).prompt == over_http, (
-        "jdisagg's own classes mean the same"
-    )
+async def test_a_chat_over_grpc_is_the_chat_that_http_reads() -> None:
+    """Mappings, jdisagg's own classes and a body that is sent as it is become one request."""
+    body = CHAT | {"max_tokens": 3, "seed": 1, "rid": "r", "cache_salt": "s", "frobnicate": 1}
+    read = chat_prompt(Fields.of(json.dumps(CHAT).encode()))
+    own = CHAT | {"messages": read.messages, "tools": read.tools}
+    said = {"max_tokens": 3, "seed": 1, "request_id": "r", "cache_salt": "s"}
+    async with http_door(Script(), template=TOOLS_TEMPLATE) as door:
+        await door.served(CHATS, body)
+        async with AsyncClient(door.target) as client:
+            for options in (CHAT, own):
+                await client.complete(**options, **said)
+        async with grpc.aio.insecure_channel(door.target) as channel:
+            stub = generation_pb2_grpc.GenerationServiceStub(channel)
+            call = stub.Generate(
+                pb.GenerateRequest(
+                    chat_json=json.dumps(body | {"seed": 2}),
+                    sampling=common_pb2.SamplingParams(seed=1),
+                )
+            )
+            async for _ in call:
+                pass
+            ignored = dict(await call.trailing_metadata())["jdisagg-ignored-fields"]
+    first, *others = [replace(one, life=0) for one in door.path.requests]
+    assert others == [first] * 3
+    assert ignored == "frobnicate"
 
 
-def test_content_and_parts_of_a_message_exclude_each_other() -> None:
-    both = pb.ChatMessage(role="user", content="a", parts=["b"])
-    request = pb.GenerateRequest(chat=pb.ChatMessages(messages=[both]))
-    with pytest.raises(
-        InvalidRequestError, match="content, parts and mixed_parts exclude each other"
-    ):
-        client_request_from_proto(request)
+async def test_a_chat_whose_body_asks_for_answers_is_resumed_where_they_stopped() -> None:
+    """The number of answers and the seed may stand in the body."""
+    body = json.dumps({"messages": [{"role": "user", "content": "a"}], "n": 2, "seed": 3})
+    had = [pb.AcceptedTokens(child=1, token_ids=[65, 66])]
+    again = pb.GenerateRequest(chat_json=body, request_id="r", resumption=1, accepted=had)
+    async with http_door() as door, grpc.aio.insecure_channel(door.target) as channel:
+        stub = generation_pb2_grpc.GenerationServiceStub(channel)
+        async for _ in stub.Generate(again):
+            pass
+    (asked,) = door.path.requests
+    assert asked.sampling.n == 2 and asked.resumption is not None
+    assert [one.token_ids for one in asked.resumption.children] == [(), (65, 66)]
+
+
+async def test_a_chats_body_that_is_wrong_is_refused_by_the_path_of_its_field() -> None:
+    resumed = {"resumption": {"life": 1}, "request_id": "r", "seed": 1, "stream": True}
+    async with http_door() as door, AsyncClient(door.target) as client:
+        for options, words in (
+            ({"messages": [{"role": 3}]}, r"messages\[0\].role must be"),
+            ({"messages": [{"role": "user", "content": "a"}], "tools": [{}]}, r"tools\[0\]"),
+        ):
+            with pytest.raises(InvalidRequestError, match=words):
+                await client.complete(**options)
+        async with grpc.aio.insecure_channel(door.target) as channel:
+            stub = generation_pb2_grpc.GenerationServiceStub(channel)
+            for body, words in (
+                ("[1]", "must be a JSON object"),
+                (json.dumps(CHAT | resumed), "leave it out of the chat's body"),
+            ):
+                with pytest.raises(grpc.aio.AioRpcError, match=words) as caught:
+                    await stub.Generate(pb.GenerateRequest(chat_json=body)).read()
+                assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT

@@ -10,7 +10,8 @@ import ssl
 
 import pytest
 
-from jdisagg.errors import ConfigError
+from jdisagg.client import Administration
+from jdisagg.errors import ConfigError, UnavailableError
 from jdisagg.node.serving import where
 from jdisagg.service import reread
 from tests.service.certificates import CertificateFiles
@@ -55,6 +56,13 @@ async def test_clients_show_a_certificate_where_it_is_asked_for(
 ) -> None:
     async with http_door(service=ours.service(tls_client_ca=ours.authority)) as door:
         assert await status(door, trust(ours, own=ours)) == 200
+        admin = Administration(
+            door.url.replace("http", "https"), credentials=ours.credentials(True)
+        )
+        assert await asyncio.to_thread(admin.reset_cache) == 7
+        stranger = Administration(f"127.0.0.1:{door.port}", credentials=theirs.credentials(True))
+        with pytest.raises(UnavailableError, match="--authority"):
+            await asyncio.to_thread(stranger.reset_cache)
         for own in (None, theirs):
             with pytest.raises(OSError):
                 await status(door, trust(ours, own=own))
