@@ -17,7 +17,6 @@ OTHERS = {
     "test_families_in_storms.py": "few pages for models with short contexts",
     "test_kv_dtype.py": "prompts of several chunks, whose roundings are compared",
     "test_layouts.py": "layouts, pages and chunks",
-    "test_schemas.py": "answers of 700 tokens",
     "test_serve_comes_back.py": "the fewest programs that a start can compile",
     "test_soak.py": "pages for a part of sequences of many lengths",
     "test_stages.py": "groups of layers",

@@ -13,7 +13,7 @@ from tests.end_to_end.grammar_requests import requests
 from tests.end_to_end.two_decoders import LEASES, TwoDecoders, storm
 from tests.fakes.cluster import Collected
 from tests.lanes import first_ci
-from tests.shapes import FAMILY, FEW_PAGES, LLAMA, MOE, config
+from tests.shapes import FAMILY, FEW_PAGES, LLAMA, config
 
 pytestmark = pytest.mark.ci
 
@@ -58,15 +58,6 @@ async def test_runs_change_no_stream(engine: EngineConfig, monkeypatch: pytest.M
     async with running(engine) as run:
         done = await run.complete_all(requests(run))
         assert streams(done) == expected
-        assert forced(run) > 100
-
-
-@pytest.mark.slow
-async def test_runs_change_no_stream_of_experts(monkeypatch: pytest.MonkeyPatch) -> None:
-    expected = await one_by_one(monkeypatch, MOE)
-    engine = config(Mode.CHUNKED, decode="dp=2,ep=2", directory=MOE)
-    async with running(engine) as run:
-        assert streams(await run.complete_all(requests(run))) == expected
         assert forced(run) > 100
 
 
