@@ -71,7 +71,7 @@ class TokenMatcher:
         """Appends the token ids that the grammar determines, which need no decode step. Stops when
         more than one id is allowed, or when the allowed id is a stop id. `vocabulary`: size of the
         model's vocabulary. An id of this size or more also ends the search. Returns the appended
-        ids. For each of them, `fill` would allow no other id (tests/end_to_end/test_schemas.py)."""
+        ids. For each of them, `fill` would allow no other id (tests/grammar/test_grammars.py)."""
         found: list[int] = []
         while len(found) < most and not self._ended:
             ids = self._inner.compute_ff_tokens()

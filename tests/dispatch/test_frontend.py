@@ -105,19 +105,49 @@ BAD = [
     ("x", {"stop": ("a\ud800",)}, "stop is not valid UTF-8"),
     ("a\ud800", {}, "prompt is not valid UTF-8 at character 1"),
     (ChatPrompt((ChatMessage("user", "\udfff"),)), {}, r"messages\[0\].content is not valid UTF-8"),
-    ("x", {"temperature": float("nan")}, "temperature.*nan"),
-    ("x", {"temperature": -1.0}, "temperature.*-1.0"),
-    ("x", {"temperature": float("inf")}, "temperature.*inf"),
-    ("x", {"max_tokens": 0}, "max_tokens.*0"),
-    ("x", {"n": 10**9}, "n must.*1000000000"),
-    ("x", {"seed": -1}, "seed.*-1"),
-    ("x", {"deadline_seconds": -1.0}, "deadline_seconds.*-1.0"),
-    ("x", {"deadline_seconds": float("nan")}, "deadline_seconds.*nan"),
-    ("x", {"deadline_seconds": float("inf")}, "deadline_seconds.*inf"),
     ("x", {"request_id": "i" * 300}, "request_id.*256"),
     ("x", {"tenant": "i" * 300}, "tenant.*256"),
     ("x", {"priority": 2**40}, "priority"),
     (7, {}, "prompt must be text, got int"),
+]
+
+
+NAN, INF = float("nan"), float("inf")
+RANGES: list[tuple[str, tuple[object, ...], str]] = [
+    ("temperature", (-0.5, NAN, INF, -INF, 1e30), r"\[0.0, 100.0\], got"),
+    ("top_p", (0.0, -0.1, 1.5, NAN), r"\(0.0, 1.0\]"),
+    ("min_p", (-0.1, 1.1, NAN), r"\[0.0, 1.0\]"),
+    ("top_k", (-1, 2**40), r"\[0, "),
+    ("max_tokens", (0, -5, 2**62), r"\[1, 2147483647\], got"),
+    ("seed", (-1, -(2**63)), r"\[0, "),
+    ("presence_penalty", (-2.1, 3.0, NAN, INF), r"\[-2.0, 2.0\]"),
+    ("frequency_penalty", (-9.0, 1e300, NAN), r"\[-2.0, 2.0\]"),
+    ("repetition_penalty", (0.0, -1.0, INF, NAN), r"\[0.01, 100.0\]"),
+    ("logprobs", (-1, 21), r"\[0, 20\]"),
+    ("n", (0, -2, 65, 2**60), r"\[1, 64\]"),
+]
+BAD += [
+    ("x", {field: value}, f"^{field} must be in {limits}")
+    for field, values, limits in RANGES
+    for value in values
+]
+BAD += [
+    ("x", {"deadline_seconds": value}, "deadline_seconds must be positive and finite, got")
+    for value in (0.0, -3.0, NAN, INF)
+]
+BAD += [
+    ("x", {"min_tokens": 9, "max_tokens": 5}, r"min_tokens must be in \[0, 5\], got 9"),
+    ("x", {"stop": tuple(map(str, range(17)))}, "stop may hold at most 16, got 17"),
+    ("x", {"stop": ("",)}, "stop must hold non-empty strings"),
+    ("x", {"stop": ("x" * 2000,)}, "stop string bytes may hold at most 1024, got 2000"),
+    ("x", {"stop_token_ids": tuple(range(65))}, "stop_token_ids may hold at most 64, got 65"),
+    ("x", {"logit_bias": ((3, NAN),)}, r"logit_bias\[3\] must be in \[-100.0, 100.0\], got nan"),
+    ("x", {"logit_bias": ((3, 1.0), (3, 2.0))}, "contains a token id twice"),
+    (
+        "x",
+        {"logit_bias": tuple((index % 250, 1.0) for index in range(513))},
+        "logit_bias may hold at most 512, got 513",
+    ),
 ]
 
 

@@ -125,25 +125,6 @@ async def test_kv_is_shared_within_an_adapter_and_never_with_other_content_of_it
             assert warm.usage and warm.usage.cached_tokens >= 16
 
 
-@pytest.mark.slow
-async def test_drafts_change_no_token_of_an_adapter(tmp_path: Path) -> None:
-    folders = [write_adapter(tmp_path / f"a{seed}", LLAMA, seed) for seed in (1, 2)]
-    engine = with_slots(config())
-    engine = replace(engine, decode=replace(engine.decode, speculate="ngram"))
-    async with some(tmp_path, engine, folders) as (run, found):
-        kinds = [None, *found.adapters]
-        for _ in range(6):  # drafts are made where they save time
-            asked = [request(run, f"r{n}", kinds[n % 3], max_tokens=60) for n in range(6)]
-            done = await run.complete_all(asked)
-            for number, one in enumerate(done):
-                assert one.tokens[0][:TOKENS] == found.answers[number % 3]
-                assert one.tokens == done[number % 3].tokens
-            if sum(status.drafted_tokens for status in await run.cluster.status()):
-                break
-        else:
-            raise AssertionError("nothing was drafted")
-
-
 @pytest.mark.ci
 async def test_adapters_take_turns_in_too_few_slots_and_keep_them_while_used(
     tmp_path: Path,

@@ -246,41 +246,6 @@ def wait_until_free(client: Client) -> None:
         time.sleep(0.02)
 
 
-# One of each kind of error and of each command; the messages are held where they are made.
-BAD: list[tuple[str, tuple[str, ...], str]] = [
-    ("generate", ("--prompt=a", "--mode=magic"), "--mode=magic: value should be one of <disagg"),
-    ("generate", ("--prompts_file=/dev/null",), "--prompts_file=/dev/null: it is empty; give one"),
-    (
-        "generate",
-        ("--prompt=a", "--devices=2"),
-        "error: prefill .* need 4 devices, and there are 2",
-    ),
-    ("serve", ("--set=decode.slots=4",), "error: decode.slots is not a setting"),
-    ("serve", ("--port=99999",), r"error: --port must be in \[0, 65535\], got 99999"),
-    ("convert", ("--source=/nowhere", "--destination=/tmp/never"), "/nowhere"),
-    ("calibrate_kv", ("--model=/nowhere",), "error: model directory '/nowhere' does not exist"),
-    ("ask", ("--target=localhost:1", "--prompt=a"), "error: no server answered at localhost:1"),
-]
-
-
-@pytest.mark.ci
-def test_what_cannot_work_ends_with_one_clear_message():
-    """All at a time: each is mostly the start of an interpreter."""
-    processes = [start(module, *flags) for module, flags, _ in BAD]
-    ends = [end(process) for process in processes]
-    for (module, flags, message), (status, out, err) in zip(BAD, ends, strict=True):
-        usage = "value should be one of" in message
-        assert status == (2 if usage else 1) and not out.startswith("jdisagg serves"), (
-            module,
-            flags,
-            status,
-            out,
-            err,
-        )
-        assert re.search(message, out + err), (module, flags, out, err)
-        assert "Traceback" not in err, (module, flags, err)
-
-
 @pytest.mark.ci
 def test_the_second_of_two_equal_prompts_reuses_each_block_of_whichever_worker_had_the_first():
     """With no flag but for few programs: a prompt of one block goes to any worker, and may be

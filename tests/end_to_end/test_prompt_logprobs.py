@@ -4,9 +4,7 @@ over the prompt."""
 import numpy as np
 import pytest
 
-from jdisagg.config import Mode, ServiceConfig
-from jdisagg.prompt.logprobs import PromptLogprobs
-from tests.end_to_end.clusters import running
+from jdisagg.config import ServiceConfig
 from tests.end_to_end.doors import served
 from tests.executor.prompts import NEAR, TOP, check_prompt, dense
 from tests.service.doors import FakePath
@@ -42,13 +40,3 @@ async def test_both_doors_tell_what_a_dense_pass_gives() -> None:
             first, *others = one["logprobs"]["token_logprobs"]
             assert first is None and len(others) == len(prompt)
             np.testing.assert_allclose(others[:-1], wanted(tuple(prompt)), atol=NEAR)
-
-
-@pytest.mark.slow
-async def test_a_mesh_that_does_both_tells_the_same() -> None:
-    async with running(config(Mode.CHUNKED)) as run:
-        request = run.request(TEXT, max_tokens=3, prompt_logprobs=TOP)
-        done = [event async for event in run.cluster.stream(request)]
-        found = [event.prompt_logprobs for event in done]
-        assert isinstance(found[0], PromptLogprobs) and not any(found[1:])
-        check_prompt(LLAMA, request.prompt_token_ids, found[0])

@@ -2,7 +2,6 @@
 deadlines, full queues."""
 
 import asyncio
-from contextlib import aclosing
 from itertools import accumulate
 
 import grpc
@@ -10,9 +9,8 @@ import grpc.aio
 import pytest
 import pytest_asyncio
 
-from jdisagg.client import AsyncClient, Completion
+from jdisagg.client import AsyncClient
 from jdisagg.config import LimitsConfig
-from jdisagg.errors import DeadlineExceededError, OverloadedError
 from jdisagg.messages.step_commands import DecodeSteps
 from jdisagg.request import FinishReason
 from jdisagg.service.grpc import common_pb2, generation_pb2, generation_pb2_grpc
@@ -148,63 +146,6 @@ async def test_a_client_that_disappears_frees_its_slot_within_a_step_and_all_its
     assert all(index < issued for index in steps), "its slot was stepped after the worker had heard"
     assert len(steps) < 150
     await door.quiet()
-
-
-async def test_a_deadline_that_passes_while_tokens_come_is_said_and_frees_all(door: Served):
-    events = door.client.generate(
-        "Once upon a time", max_tokens=200, ignore_eos=True, deadline_seconds=1.0
-    )
-    with pytest.raises(DeadlineExceededError, match=r"1 s passed after \d+ tokens"):
-        async with aclosing(events):
-            async for event in events:
-                if event.first_index >= 2:
-                    door.decode.close()
-    door.decode.open()
-    await door.quiet()
-
-
-async def test_extremes_that_are_allowed_are_served(door: Served):
-    done = await door.client.complete(
-        "a dog", max_tokens=5, temperature=100.0, top_k=2**31 - 1, top_p=1e-9, min_p=1.0, seed=2**63 - 1, n=4, logprobs=20,  # noqa: E501
-        repetition_penalty=100.0, presence_penalty=-2.0, logit_bias=[(7, -100.0)], min_tokens=5, stop=["x"] * 16, deadline_seconds=1e300,  # noqa: E501
-        priority=-(2**31) + 1, ignore_eos=True,
-    )  # fmt: skip
-    assert [len(choice.token_ids) for choice in done.choices] == [5] * 4
-    longest = await door.client.complete(token_ids=[5] * 511)
-    assert [len(choice.token_ids) for choice in longest.choices] in ([0], [1])
-    await door.quiet()
-
-
-async def test_a_full_queue_refuses_with_a_hint_and_harms_no_one():
-    limits = LimitsConfig(max_waiting_requests=3)
-    async with served(config(limits=limits)) as door:
-        alone = answers(await door.client.complete("a dog", temperature=0, max_tokens=20))
-        door.prefill.close()
-        first = [
-            asyncio.ensure_future(door.client.complete("a dog", temperature=0, max_tokens=20))
-            for _ in range(3)
-        ]
-        while door.run.cluster.path._running < 3:
-            await asyncio.sleep(0.005)
-        for _ in range(5):
-            with pytest.raises(
-                OverloadedError, match="3 requests wait for their first token, the limit is 3"
-            ) as caught:
-                await door.client.complete("one too many", max_tokens=20)
-            assert (
-                caught.value.retry_after_seconds and 0.1 <= caught.value.retry_after_seconds <= 60
-            )
-        door.prefill.open()
-        assert [answers(done) for done in await asyncio.gather(*first)] == [alone] * 3
-        await door.quiet()
-        storm = [door.client.complete("a dog", temperature=0, max_tokens=20) for _ in range(40)]
-        ends = await asyncio.gather(*storm, return_exceptions=True)
-        refused = [end for end in ends if isinstance(end, OverloadedError)]
-        assert refused and all(end.retry_after_seconds for end in refused)
-        assert [answers(end) for end in ends if isinstance(end, Completion)] == [alone] * (
-            40 - len(refused)
-        )
-        await door.quiet()
 
 
 async def test_a_client_that_stops_reading_is_let_go_at_its_deadline(door: Served):

@@ -14,14 +14,10 @@ from tests.end_to_end import grammar_requests
 from tests.end_to_end.clusters import Running, golden_copy, running
 from tests.end_to_end.drafts import KnowingDrafter, counted, learn, same_logprobs, speculating
 from tests.end_to_end.mixed_requests import mixed_requests, streams
-from tests.end_to_end.two_decoders import LEASES, TwoDecoders, storm
 from tests.fakes.cluster import Collected
 from tests.lanes import first_ci
-from tests.models.next_token_checkpoints import eagle_head, with_next_token_layer
-from tests.shapes import FAMILY, FEW_PAGES, MOE, config
-
-# On a busy machine the first use of a program, which compiles it, takes minutes.
-PATIENTLY = replace(LEASES, step_seconds=600.0)
+from tests.models.next_token_checkpoints import eagle_head
+from tests.shapes import FAMILY, config
 
 
 def all_requests(run: Running) -> list[Request]:
@@ -131,18 +127,6 @@ def few_requests(run: Running, step: int = 9, hot: float = 1.5, **options: objec
     ]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["deepseek_v3", "glm4_moe"])
-async def test_drafts_of_a_random_layer_change_no_stream(
-    name: str, tmp_path: Path, always: None
-) -> None:
-    """Latents and experts, over all ranks of the decode mesh."""
-    directory = with_next_token_layer(golden_copy(name, tmp_path), tmp_path)
-    engine = config(decode="dp=2,ep=2", directory=directory, **FAMILY)
-    found = await both(engine, "mtp", few_requests)
-    assert 0 < found.accepted < found.drafted
-
-
 @pytest.mark.ci
 @pytest.mark.parametrize(("mode",), first_ci([(Mode.DISAGGREGATED,), (Mode.CHUNKED,)]))
 async def test_drafts_of_an_eagle_head_change_no_stream(
@@ -166,48 +150,6 @@ async def test_the_shipped_model_takes_several_tokens_a_step_with_its_own_layer(
         (done,) = await run.complete_all([run.request("Once upon a time", max_tokens=100)])
         steps = sum(isinstance(command, DecodeSteps) for command in run.recording.decode)
     assert len(done.tokens[0]) > 1.6 * steps
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "drafts"), [("gpt_oss", True), ("qwen3_next", False), ("deepseek_v3", True)]
-)
-async def test_drafts_change_no_stream_whatever_is_kept_of_a_position(
-    name: str, drafts: bool, tmp_path: Path, knowing: type[KnowingDrafter]
-) -> None:
-    """Windows in rings of pages, latents, and a state, which takes no drafts."""
-    engine = config(directory=golden_copy(name, tmp_path), **FAMILY)
-
-    def asked(run: Running) -> list[Request]:
-        penalised = few_requests(run, 4, repetition_penalty=1.2, logprobs=1)
-        plain = few_requests(run, 3, 1.0, max_tokens=60)
-        return [*plain, *(replace(one, request_id=f"p{one.request_id}") for one in penalised)]
-
-    found = await both(engine, "ngram", asked, knowing)
-    same_logprobs(found.done, found.without)
-    assert 50 < found.accepted < found.drafted - 50 if drafts else found.drafted == 0
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("source", ["ngram", "mtp"])
-async def test_drafts_of_sequences_in_a_storm_change_no_stream(
-    source: str, knowing: type[KnowingDrafter]
-) -> None:
-    """Too few pages, moves between two decode workers, of which one dies."""
-    expected = await alone()
-    engine = speculating(config(**FEW_PAGES, limits=PATIENTLY), source)
-    async with running(engine, kind=TwoDecoders) as run:
-        learn(knowing, all_requests(run), expected)
-        cluster = await storm(run, all_requests, streams, streams(expected))
-        for worker in (cluster.first, cluster.second):
-            assert 0 < worker.counters["accepted_tokens"] < worker.counters["drafted_tokens"]
-
-
-@pytest.mark.slow
-async def test_drafts_of_experts_change_no_stream(knowing: type[KnowingDrafter]) -> None:
-    engine = config(Mode.CHUNKED, decode="dp=2,ep=2", directory=MOE)
-    found = await both(engine, "ngram", grammar_requests.requests, knowing)
-    assert 50 < found.accepted < found.drafted - 50
 
 
 @pytest.mark.ci

@@ -9,7 +9,6 @@ import pytest
 
 from jdisagg.config import Mode, PrefixConfig
 from tests.end_to_end.clusters import golden_copy, running
-from tests.end_to_end.conversations import one_after_the_other
 from tests.end_to_end.short_turns import Talk, converse
 from tests.shapes import FAMILY, PATIENT, config
 
@@ -64,20 +63,6 @@ async def test_decode_workers_keep_windows_alone_and_reuse_what_other_layers_kee
     assert limits.ring_pages and second.counters["prefix_hit_tokens"] > 0
     assert first.counters["host_tokens_restored"] > 0
     assert first.counters["host_blocks_broken"] == 0
-
-
-@pytest.mark.slow
-async def test_on_a_grid_of_whole_chunks_a_hit_gives_the_bits_of_a_miss(tmp_path: Path) -> None:
-    directory = golden_copy("qwen3_next", tmp_path)
-    engine = config(directory=directory, dtype="bfloat16", **FAMILY)
-    heard: list[list[object]] = []
-    for reuse in (False, True):
-        prefix = PrefixConfig(True, 16, 32) if reuse else PrefixConfig()
-        async with running(replace(engine, prefix=prefix)) as run:
-            said, cached = await one_after_the_other(run, Talk(run, seed=5), (100, 20))
-        assert (cached > 0) == reuse
-        heard.append(said)
-    assert heard[0] == heard[1]
 
 
 @pytest.mark.ci

@@ -1,5 +1,5 @@
-"""Other weights for clusters of processes: from a trainer, under load, with a worker that dies and
-comes back, and with instances of two processes."""
+"""Other weights for a cluster of processes: from a trainer, with a worker that dies and comes
+back."""
 
 import asyncio
 from collections.abc import Callable
@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from jdisagg.client import Administration, AsyncClient, Completion
+from jdisagg.client import Administration, AsyncClient
 from jdisagg.errors import JdisaggError
 from models.tokenizer import Tokenizer
 from tests import time_scale
-from tests.end_to_end.clusters import dense_greedy, greedy_beginning
+from tests.end_to_end.clusters import dense_greedy
 from tests.end_to_end.other_weights import flip, perturbed, with_sums
 from tests.end_to_end.process_clusters import PROMPT, cluster
 from tests.end_to_end.trainer import trainer
@@ -76,42 +76,4 @@ def test_a_cluster_takes_weights_sleeps_and_gives_them_to_a_worker_that_died(
             worker.kill()
 
         asyncio.run(check(running.address, Administration(running.urls[0]), kill))
-        assert running.end() == 0, running.log.read_text()
-
-
-@pytest.mark.slow
-def test_instances_of_two_processes_take_weights_under_load(tmp_path: Path) -> None:
-    other = perturbed(tmp_path / "other", LLAMA, 1)
-    prompt = Tokenizer.from_directory(LLAMA).encode(PROMPT)
-    old, new = (dense_greedy(folder, prompt, TOKENS) for folder in (LLAMA, other))
-
-    async def check(target: str, admin: Administration) -> None:
-        async with AsyncClient(target) as client:
-            assert await ask(client) == old
-            done: list[Completion] = []
-
-            async def load(updating: "asyncio.Task[object]") -> None:
-                while not updating.done():
-                    one = await client.complete(
-                        PROMPT, max_tokens=LONG, temperature=0.0, ignore_eos=True
-                    )
-                    done.append(one)
-
-            update = asyncio.to_thread(admin.update_weights, str(other), version="new")
-            updating = asyncio.create_task(update)
-            await asyncio.gather(updating, load(updating), load(updating))
-            assert await ask(client) == new
-            spanning = [one for one in done if one.usage and len(one.usage.weights) == 2]
-            assert spanning, "no request ran during the update"
-            assert spanning[0].usage
-            (_, first), (version, _) = spanning[0].usage.weights
-            tokens = list(spanning[0].choices[0].token_ids)
-            assert version == "new" and greedy_beginning(LLAMA, prompt, tokens[:first]) == first
-            assert tokens[first:][:20] == dense_greedy(other, [*prompt, *tokens[:first]], 20)
-
-    flags = ("--prefill=tp=2", "--decode=dp=2", "--processes_per_instance=2", "--http_port=0")
-    with cluster(
-        tmp_path, "--prefill_workers=1", "--decode_workers=1", *flags, f"--model={LLAMA}"
-    ) as running:
-        asyncio.run(check(running.address, Administration(running.urls[0])))
         assert running.end() == 0, running.log.read_text()

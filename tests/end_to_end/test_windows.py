@@ -14,16 +14,14 @@ from jdisagg.config import PrefixConfig
 from jdisagg.engine.embedded import PREFILL
 from jdisagg.layout.axes import Layout
 from jdisagg.messages.ports import HandoffSource
-from jdisagg.scheduler.window_pages import WindowPages
 from jdisagg.worker.kv_sources import RestoreQuery
 from models.checkpoint import load_config
 from tests import time_scale
 from tests.end_to_end.clusters import check_bytes, dense_greedy, golden_copy, golden_greedy, running
 from tests.end_to_end.conversations import decode_forgets
 from tests.end_to_end.fetching import fetches_from
-from tests.end_to_end.short_turns import converse
 from tests.end_to_end.two_prefills import SECOND, TwoPrefills
-from tests.shapes import PATIENT, config
+from tests.shapes import config
 
 WINDOW = 9  # of all of these models
 PAGE = 4
@@ -71,78 +69,6 @@ async def test_a_sequence_many_windows_long_holds_no_more_than_one(
     ring_pages = limits.state_slots_per_rank * limits.ring_pages + padding
     rings = ring_pages * spec.windowed.bytes_per_token
     assert executor.pool_bytes == layout.dp * PAGE * (held + rings)
-
-
-@pytest.mark.slow
-async def test_nothing_is_compiled_for_windows_once_it_is_warm(tmp_path: Path) -> None:
-    directory = golden_copy("gpt_oss", tmp_path)
-    prompt, greedy = golden_greedy(directory)
-    whole = [*prompt, *greedy]
-    sizes = config(
-        prefill="tp=1",
-        decode="tp=1",
-        directory=directory,
-        context=128,
-        slots=1,
-        chunk=16,
-        prefill_page=8,
-        warm_up=True,
-        limits=PATIENT,
-    )
-    prefix = PrefixConfig(True, 16, host_gib=0.1, restores="always")
-    few = replace(sizes.prefill, pages_per_rank=16)
-    async with running(replace(sizes, prefill=few, prefix=prefix)) as run:
-        compiled, counters = run.cluster.compilations, run.cluster._workers[0].counters
-        for turn in range(3):
-            for start in (24, 40, 56):
-                decode_forgets(run)
-                name, options = f"r{turn}.{start}", {"max_tokens": 8, "ignore_eos": True}
-                done = await run.complete(run.request(whole[:start], name, **options))
-                assert done.tokens[0] == whole[start : start + 8]
-            other = [7 * turn + 1] * 110
-            await run.complete(run.request(other, f"other{turn}", max_tokens=1))
-        assert counters["host_snapshots_restored"] > 0 and counters["snapshots_used"] > 0
-        assert run.cluster.compilations == compiled
-
-
-@pytest.mark.ci
-@pytest.mark.parametrize(
-    ("name", "prefill", "decode"),
-    [
-        pytest.param("gpt_oss", "dp=2", "tp=2", marks=pytest.mark.slow),
-        pytest.param("gemma4", "tp=1", "tp=1", marks=pytest.mark.slow),
-    ],
-)
-async def test_prompts_that_repeat_pages_of_windows_have_the_streams_of_a_server_without_reuse(
-    name: str, prefill: str, decode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The prefill mesh has fewer pages for windows than its longest prompts have columns."""
-    engine = config(
-        prefill=prefill,
-        decode=decode,
-        directory=golden_copy(name, tmp_path),
-        context=256,
-        slots=1,
-        chunk=16,
-        prefill_page=8,
-    )
-    expected, none, _ = await converse(engine)
-    begin, repeated = WindowPages.begin, []
-
-    def watched(self: WindowPages, owner: int, *args: object) -> tuple[int, ...]:
-        table = begin(self, owner, *args)  # type: ignore[arg-type]
-        used = [page for page in table if page]
-        repeated.append(len(used) > len(set(used)))
-        return table
-
-    monkeypatch.setattr(WindowPages, "begin", watched)
-    streams, cached, run = await converse(replace(engine, prefix=PrefixConfig(True, 16)))
-    assert streams == expected
-    assert none == 0 and cached > 0
-    limits = run.cluster.prefill.executor.limits  # type: ignore[union-attr]
-    assert limits.window_pages_per_rank < limits.pages_per_rank
-    assert any(repeated)
-    assert sum(one.used for one in run.cluster._workers[0]._kept.snapshots) > 0
 
 
 @pytest.mark.ci

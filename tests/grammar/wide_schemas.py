@@ -1,7 +1,6 @@
 """JSON Schemas of the kinds that programs send, from a seed: nested objects, open and closed ones,
 arrays with bounds and with a head, enumerations, constants, unions, references within and to
-themselves, formats, patterns, numbers with limits. Wider than `schemas.py`, whose small ones are
-for streams that are compared.
+themselves, formats, patterns, numbers with limits.
 
 Each can be satisfied: what llguidance then refuses is a lack of ours. The kinds and how often they
 come follow what JSONSchemaBench (Geng et al., 2025, https://arxiv.org/abs/2501.10868) found in the
