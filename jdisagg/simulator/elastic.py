@@ -75,8 +75,8 @@ class Autoscaler:
     tolerance: float = 0.1
     up_least: int = 4
     up_seconds: float = 15.0
-    down_window_seconds: float = 600.0
-    down_seconds: float = 300.0
+    down_window_seconds: float = 60.0
+    down_seconds: float = 180.0
 
 
 @dataclass(slots=True)

@@ -48,8 +48,8 @@ def test_a_change_within_the_tolerance_is_none() -> None:
 
 
 def test_a_pool_shrinks_when_no_more_was_advised_for_the_window_and_one_at_a_time() -> None:
-    advised = [(0.0, 4), (100.0, 2), (400.0, 3), (415.0, 2)]
-    assert sizes(4, advised, 2000.0) == {705.0: 3, 1020.0: 2}
+    advised = [(0.0, 4), (100.0, 2), (120.0, 3), (150.0, 2)]
+    assert sizes(4, advised, 2000.0) == {165.0: 3, 345.0: 2}
 
 
 @pytest.mark.ci
