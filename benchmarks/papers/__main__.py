@@ -1,6 +1,7 @@
 """Simulates the claims of Splitwise, and explains why the results differ.
 
     python -m benchmarks.papers splitwise            # --small: a tenth of the requests, no files
+    python -m benchmarks.papers splitwise_steps      # with the paper's own step times
     python -m benchmarks.papers splitwise --page     # the page alone, from the results kept
 
 Hardware, models, workload and fleets are as close to the paper's as they are published. Beside the
@@ -13,10 +14,10 @@ import time
 from absl import app, flags
 
 from benchmarks.measure import machine, save
-from benchmarks.papers import splitwise
+from benchmarks.papers import splitwise, splitwise_steps
 from benchmarks.papers.runs import RESULTS, page, read, words
 
-STUDIES = {"splitwise": splitwise}
+STUDIES = {"splitwise": splitwise, "splitwise_steps": splitwise_steps}
 _SMALL = flags.DEFINE_bool("small", False, "A tenth of the requests; nothing is written.")
 _PAGE = flags.DEFINE_bool("page", False, "Write the page again from the results that are kept.")
 
