@@ -2,27 +2,33 @@
 steps, and the planner's answer.
 
 The step times are those of our cost model, those that Splitwise measured, and those that its own
-simulator makes of its measurements (`step_table`). All else stays as in `splitwise`."""
+simulator makes of its measurements (`step_table`). All else stays as in `splitwise`. Uses three
+processes."""
 
 from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 
 import numpy as np
 
 from benchmarks.papers.runs import read
 from benchmarks.papers.splitwise import (
+    AA,
     BASELINES,
     BUDGET_COST,
     BUDGET_POWER,
     CAP,
     COST,
+    HA,
+    HH,
+    HHCAP,
     REST,
     A,
     Bench,
+    Design,
     H,
     Setting,
     Slowdowns,
-    compared,
 )
 from benchmarks.papers.step_table import MODEL
 from jdisagg.config import Mode
@@ -32,34 +38,65 @@ from jdisagg.simulator.planning.candidates import Best, Site
 from jdisagg.simulator.planning.fleet import FleetMaker
 from jdisagg.simulator.planning.planner import Planner, Search
 from jdisagg.simulator.planning.verdict import Finding
-from jdisagg.simulator.workloads import Arrival
 
-A100 = BASELINES[0].name
-STEPS = {"sequences": "measured", "tokens": "as its simulator reads them"}
-DEVICES = 64  # of each kind, for the planner
-PLANNED = 400  # requests of a trace, for the planner
 TRACES = ("conversation", "code")
+STEPS = {None: "cost model", "sequences": "measured", "tokens": "as its simulator reads them"}
+# Designs with the budget that is divided. One kind has the same best division under both.
+ASKED: tuple[tuple[Design, str], ...] = (
+    (BASELINES[0], "power"),
+    (BASELINES[1], "power"),
+    (AA, "power"),
+    (HH, "power"),
+    (HHCAP, "power"),
+    (HA, "power"),
+    (HA, "cost"),
+)
+REQUESTS = 500  # of a run
+PLANNED = 300  # requests of a trace, for the planner
+DEVICES = 64  # of each kind, for the planner
 
 
-def kept(unit: str) -> list[list[object]]:
-    """Returns the rows of the cost model, which the study `splitwise` has."""
-    tables: Sequence[dict[str, object]] = read("splitwise")["tables"]  # type: ignore[assignment]
-    rows: list[list[object]] = tables[0 if unit == "power" else 1]["rows"]  # type: ignore[assignment]
-    return [["cost model", *row] for row in rows]
+def kept(trace: str) -> list[tuple[tuple[int, int], float]]:
+    """Returns divisions and rates with the cost model, which the study `splitwise` has."""
+    tables: Sequence[dict[str, list[list[object]]]] = read("splitwise")["tables"]  # type: ignore[assignment]
+    found = []
+    for design, unit in ASKED:
+        rows = tables[0 if unit == "power" else 1]["rows"]
+        (row,) = [row for row in rows if row[:2] == [trace, design.name]]
+        first, _, second = str(row[2]).rpartition(" + ")
+        found.append(((int(first or 0), int(second)), float(str(row[5]))))
+    return found
 
 
-def by_steps(bench: Bench, unit: str) -> list[list[object]]:
-    rows = kept(unit)
-    for rule, said in STEPS.items():
-        for trace in TRACES:
-            setting = Setting(trace=trace, rule=rule)  # type: ignore[arg-type]
-            rows += [[said, *row] for row in compared(bench, setting, unit)[0]]
-    return rows
+def by_steps(rule: str | None, trace: str, most: int) -> tuple[list[list[object]], int]:
+    """Returns a row for each design, with its rate per power and per cost over those of
+    Baseline-A100, and the number of runs."""
+    bench = Bench(most)
+    if rule is None:
+        found = kept(trace)
+    else:
+        setting = Setting(trace=trace, rule=rule)  # type: ignore[arg-type]
+        budgets = {"power": BUDGET_POWER, "cost": BUDGET_COST}
+        found = [
+            bench.carried(setting, design, design.divisions(budgets[unit], unit))[:2]
+            for design, unit in ASKED
+        ]
+    per = [
+        [rate / design.spent(division, unit) for unit in ("power", "cost")]
+        for (design, _), (division, rate) in zip(ASKED, found, strict=True)
+    ]
+    rows: list[list[object]] = []
+    for (design, unit), (division, rate), values in zip(ASKED, found, per, strict=True):
+        machines = " + ".join(str(count) for count in division if count)
+        relative = [value / base for value, base in zip(values, per[0], strict=True)]
+        name = f"{design.name}, by {unit}" if design is HA else design.name
+        rows.append([trace, STEPS[rule], name, machines, rate, *relative])
+    return rows, bench.runs
 
 
 def goal_of(trace: str) -> Goal:
-    """Returns the paper's limits of nine in ten requests as seconds: those of the slowdowns of an
-    A100 machine alone, for a prompt longer than nine in ten and for a sequence of mean length."""
+    """Returns the paper's limits of nine in ten requests as seconds: its slowdowns of an A100
+    machine alone, for a prompt longer than nine in ten and for a sequence of mean length."""
     setting = Setting(trace=trace)
     prompts = np.array([item.prompt_tokens for item in setting.workload])
     outputs = np.array([item.output_tokens for item in setting.workload])
@@ -69,68 +106,68 @@ def goal_of(trace: str) -> Goal:
     return Goal(3.0 * first, dict(REST)[90] * token)
 
 
-def planned(trace: str, best: Best) -> list[tuple[str, Finding]]:
-    """Returns the planner's best for each design, and for one pool of each kind, by stepping."""
-    per = DEVICES // 8
+def planned(trace: str) -> list[list[object]]:
+    """Returns the planner's best of each design, by stepping, per power and per cost over those of
+    one pool of A100."""
     cards = {
-        "A": replace(A, dollars_per_hour=1.0 / 8, watts=400.0),
-        "H": replace(H, dollars_per_hour=COST / 8, watts=700.0),
-        "cap": replace(H, name="h100-cap", dollars_per_hour=COST / 8, watts=CAP * 700.0),
+        "A": replace(A, dollars_per_hour=1.0, watts=400.0),
+        "H": replace(H, dollars_per_hour=COST, watts=700.0),
+        "cap": replace(H, name="h100-cap", dollars_per_hour=COST, watts=CAP * 700.0),
     }
-    sites = {name: Site(card, 8 * per) for name, card in cards.items()}
-    half = {name: replace(site, accelerators=4 * per) for name, site in sites.items()}
-    two, one = (Mode.DISAGGREGATED,), (Mode.CHUNKED,)
+    one, two = (Mode.CHUNKED,), (Mode.DISAGGREGATED,)
+    a, h, cap = (Site(card, DEVICES) for card in cards.values())
     asked = (
-        ("Baseline-A100", sites["A"], one),
-        ("Baseline-H100", sites["H"], one),
-        ("Splitwise-AA", sites["A"], two),
-        ("Splitwise-HH", sites["H"], two),
-        ("Splitwise-HA", replace(half["H"], decoding=sites["A"]), two),
-        ("Splitwise-HHcap", replace(half["H"], decoding=sites["cap"]), two),
+        ("Baseline-A100", a, one, "joules"),
+        ("Baseline-H100", h, one, "joules"),
+        ("Splitwise-AA", a, two, "joules"),
+        ("Splitwise-HH", h, two, "joules"),
+        ("Splitwise-HHcap", replace(h, decoding=cap), two, "joules"),
+        ("Splitwise-HA, by power", replace(h, decoding=a), two, "joules"),
+        ("Splitwise-HA, by cost", replace(h, decoding=a), two, "dollars"),
     )
-    workload: list[Arrival] = list(Setting(trace=trace).workload)[:: 2000 // PLANNED]
-    shape = replace(geometry(MODEL), context_tokens=16_384)
-    found = []
-    for name, site, modes in asked:
-        maker = FleetMaker(shape, site)
+    workload = list(Setting(trace=trace).workload)[:: 2000 // PLANNED]
+    shape, goal = replace(geometry(MODEL), context_tokens=16_384), goal_of(trace)
+
+    def best_of(site: Site, modes: tuple[Mode, ...], best: Best) -> Finding:
         search = Search(modes=modes, most_requests=PLANNED, best=best)
-        planner = Planner(shape, site, goal_of(trace), maker.runners, search)
-        found.append((name, planner.stepped(workload)[0]))
-    return found
+        planner = Planner(shape, site, goal, FleetMaker(shape, site).runners, search)
+        return planner.stepped(workload)[0]
 
-
-def answers() -> list[list[object]]:
-    rows: list[list[object]] = []
-    for trace in TRACES:
-        for best in ("joules", "dollars"):
-            found = planned(trace, best)
-            base = dict(found)[A100].value
-            rows += [
-                [trace, best, name, item.candidate.name, item.value / base] for name, item in found
-            ]
-    return rows
+    found = [
+        (name, site, best_of(site, modes, best))  # type: ignore[arg-type]
+        for name, site, modes, best in asked
+    ]
+    per = [
+        [item.rate / (site.spent(item.candidate, best) or 1.0) for best in ("joules", "dollars")]
+        for _, site, item in found
+    ]
+    return [
+        [trace, name, item.candidate.name, *(x / y for x, y in zip(values, per[0], strict=True))]
+        for (name, _, item), values in zip(found, per, strict=True)
+    ]
 
 
 def tables(small: bool) -> tuple[list[dict[str, object]], int]:
-    bench = Bench(100 if small else 800)
-    columns = ["steps", "trace", "design", "machines (prompt + token)", "power", "cost",
-               "requests per second", "over Baseline-A100", "over Baseline-H100",
-               "breaks first"]  # fmt: skip
+    most = 100 if small else REQUESTS
+    with ProcessPoolExecutor(3) as pool:
+        made = {
+            (trace, rule): pool.submit(by_steps, rule, trace, most)
+            for trace in TRACES
+            for rule in reversed(STEPS)
+        }
+        answers = [pool.submit(planned, trace) for trace in TRACES]
+        steps = [made[trace, rule].result() for trace in TRACES for rule in STEPS]
+        plans = [row for answer in answers for row in answer.result()]
     return [
         {
-            "title": f"The same power, {BUDGET_POWER:g} A100 machines' (BLOOM-176B)",
-            "columns": columns,
-            "rows": by_steps(bench, "power"),
+            "title": "BLOOM-176B: requests per second, per power and per cost over Baseline-A100",
+            "columns": ["trace", "steps", "design", "machines (prompt + token)",
+                        "requests per second", "per power", "per cost"],
+            "rows": [row for rows, _ in steps for row in rows],
         },
         {
-            "title": f"The same cost, {BUDGET_COST:.1f} A100 machines' (BLOOM-176B)",
-            "columns": columns,
-            "rows": by_steps(bench, "cost"),
+            "title": "The planner, with the cost model: per power and per cost over Baseline-A100",
+            "columns": ["trace", "design", "best candidate", "per power", "per cost"],
+            "rows": plans,
         },
-        {
-            "title": "The planner, with the cost model: requests per joule and per dollar, over "
-            "Baseline-A100",
-            "columns": ["trace", "per", "design", "best", "over Baseline-A100"],
-            "rows": answers(),
-        },
-    ], bench.runs  # fmt: skip
+    ], sum(runs for _, runs in steps)  # fmt: skip
