@@ -39,19 +39,19 @@ SLO = SloTarget(ttft_seconds=3.0, tpot_seconds=0.035)
 SAMPLE_SECONDS = 5.0
 
 
-def rate_at(seconds: float) -> float:
+def rate_at(seconds: float, high: float = HIGH) -> float:
     """Returns the requests a second at a time of the burst."""
     ends = np.cumsum((0.0, *PHASES))
-    return float(np.interp(seconds, ends, (LOW, LOW, HIGH, HIGH, LOW, LOW)))
+    return float(np.interp(seconds, ends, (LOW, LOW, high, high, LOW, LOW)))
 
 
-def burst(seed: int = 0) -> list[Arrival]:
+def burst(high: float = HIGH) -> list[Arrival]:
     """Returns Poisson arrivals whose rate follows `rate_at`."""
-    random = np.random.default_rng(seed)
+    random = np.random.default_rng(0)
     arrivals: list[Arrival] = []
     seconds = 0.0
-    while (seconds := seconds + random.exponential(1 / HIGH)) < sum(PHASES):
-        if random.random() < rate_at(seconds) / HIGH:
+    while (seconds := seconds + random.exponential(1 / high)) < sum(PHASES):
+        if random.random() < rate_at(seconds, high) / high:
             arrivals.append(Arrival(seconds, PROMPT, OUTPUT))
     return arrivals
 

@@ -51,8 +51,8 @@ ASKED: tuple[tuple[Design, str], ...] = (
     (HA, "power"),
     (HA, "cost"),
 )
-REQUESTS = 500  # of a run
-PLANNED = 300  # requests of a trace, for the planner
+REQUESTS = 400  # of a run
+PLANNED = 200  # requests of a trace, for the planner
 DEVICES = 64  # of each kind, for the planner
 
 
