@@ -4,11 +4,12 @@ never grew: 8,000 tokens in, 1,000 out, from 1 to 8 requests a second within 900
     python -m benchmarks.burst    # results/burst.json and burst.png, some minutes
 
 Virtual time. The controller, its inputs and the advice are the live code; the autoscaler is
-deploy/keda.yaml (`jdisagg/simulator/elastic.py`). Reports for each pool the numbers of workers over
-time, how often it turned from growing to shrinking and from shrinking to growing, and the share of
-requests within the objective; and the same with fixed pools of the largest sizes."""
+deploy/keda.yaml (`jdisagg/simulator/elastic.py`). Reports what the autoscaler did and why, for each
+pool how often it turned from growing to shrinking and from shrinking to growing, and the share of
+requests within the objective."""
 
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
@@ -133,27 +134,23 @@ def figures(run: Followed) -> dict[str, object]:
 def main(_: list[str]) -> None:
     arrivals, where = burst(), machine()
     run = followed(arrivals)
-    print(*run.said, sep="\n")
-    most = max(run.sizes(ROLES[0])), max(run.sizes(ROLES[1]))
-    found: dict[str, object] = {"requests": len(arrivals), "followed": figures(run)}
-    print(json.dumps(found))
-    found[f"fixed {most[0]} + {most[1]}"] = figures(followed(arrivals, most, False))
-    changes = [run.workers[0]]
-    changes += [
-        now
-        for before, now in zip(run.workers, run.workers[1:], strict=False)
-        if now[1:] != before[1:]
-    ]
-    save(NAME, {"machine": where, **found, "workers": changes, "said": run.said})
-    draw(run)
+    told = {"requests": len(arrivals), "followed": figures(run), "said": run.said}
+    print(json.dumps(told, indent=1))
+    save(NAME, {"machine": where, **told})
+    draw(run.said)
 
 
-def draw(run: Followed) -> None:
+def draw(said: Sequence[str]) -> None:
+    """Plots the sizes that the autoscaler asked for, beside the load."""
     figure, axes = new_figure()
-    seconds = [sample[0] for sample in run.workers]
+    end = sum(PHASES)
     for role in ROLES:
-        axes.step(seconds, run.sizes(role), where="post", label=f"{role.value} workers")
-    axes.plot(seconds, [rate_at(at) for at in seconds], "k:", label="requests a second")
+        asked = [re.match(rf"(\d+) {role.value} [+-]\d+ to (\d+):", text) for text in said]
+        changes = [(float(one[1]), int(one[2])) for one in asked if one is not None]
+        seconds, sizes = zip((0.0, 1), *changes, (end, changes[-1][1]), strict=True)
+        axes.step(seconds, sizes, where="post", label=f"{role.value} workers asked for")
+    times = np.linspace(0.0, end, 500)
+    axes.plot(times, [rate_at(at) for at in times], "k:", label="requests a second")
     axes.set_xlabel("seconds")
     axes.set_ylim(bottom=0)
     axes.legend()
