@@ -1,13 +1,16 @@
 """Replications of published studies (benchmarks/papers): pages match their results, some results
 match the code, and the search agrees with closed forms."""
 
+import json
 from collections.abc import Callable
 
 import pytest
 
+from benchmarks import sensitivity
 from benchmarks.papers import splitwise
 from benchmarks.papers.__main__ import STUDIES
 from benchmarks.papers.runs import RESULTS, TOLERANCE, highest, page, read, words
+from benchmarks.papers.step_table import StepTable
 from jdisagg.simulator.run import simulate
 from jdisagg.simulator.workloads import Arrival
 
@@ -64,8 +67,33 @@ def test_a_request_alone_on_an_a100_machine_is_not_slowed() -> None:
     no other, and rounded contexts leave a few percent."""
     setting, design = splitwise.Setting(), splitwise.BASELINES[0]
     outcomes = simulate(setting.fleet(design, (0, 1)), [Arrival(0.0, 1500, 200)]).outcomes
-    found = splitwise.Slowdowns(setting.model).kept(outcomes, setting.rest)
+    found = splitwise.Slowdowns(setting).kept(outcomes, setting.rest)
     for percent, most in splitwise.FIRST:
         assert found[f"TTFT P{percent}"] * most == pytest.approx(1.0, abs=0.05)
     for percent, most in setting.rest:
         assert found[f"E2E P{percent}"] * most == pytest.approx(1.0, abs=0.05)
+
+
+def test_measured_steps_are_interpolated_and_those_of_the_papers_simulator_ignore_the_batch() -> (
+    None
+):
+    """An A100 machine: 65.38 and 96.58 ms for 32 and 64 sequences of 512 tokens, 49.31 ms for one,
+    51.30 ms for one of 8,192; 540.4 ms for 2,048 tokens of prompt."""
+    table = StepTable("a100-80gb", "sequences")
+    assert table.decode(48, 48 * 512, 1).first == pytest.approx((65.38e-3 + 96.58e-3) / 2, abs=1e-4)
+    longer = table.decode(1, 8192, 1).first - table.decode(1, 512, 1).first
+    assert longer == pytest.approx(51.30e-3 - 49.31e-3, abs=1e-4)
+    assert table.prefill([(1024, 0), (1024, 0)])[0] == pytest.approx(0.5286, abs=0.013)
+    one, many = (StepTable("a100-80gb", "tokens").decode(n, 512 * n, 1).first for n in (1, 64))
+    assert many == pytest.approx(one, rel=0.01)
+
+
+@pytest.mark.parametrize("case", sensitivity.CASES, ids=lambda case: case.model)
+def test_a_committed_verdict_on_two_pools_is_what_the_planner_gives(case: sensitivity.Case) -> None:
+    """Prompts of 8,000 tokens over InfiniBand: two pools win for the dense model, one pool for the
+    mixture of experts."""
+    committed = json.loads((RESULTS / "sensitivity.json").read_text())[case.name]["cells"]
+    known = committed["8000/250 over infiniband-ndr"]
+    found = sensitivity.cell_of(case, 8000, "infiniband-ndr")
+    assert found.verdict == known["verdict"]
+    assert found.two / found.one == pytest.approx(known["two_over_one"], rel=0.02)

@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.papers.runs import highest
+from benchmarks.papers.step_table import Rule, StepTable
 from jdisagg.config import Mode
 from jdisagg.costs.catalog import geometry
 from jdisagg.costs.cost_model import CostModel
@@ -21,6 +22,7 @@ from jdisagg.simulator.fleet import INSTANCE, Fleet, Pool
 from jdisagg.simulator.planning.trials import requests_at, settled
 from jdisagg.simulator.report import RequestOutcome
 from jdisagg.simulator.run import simulate
+from jdisagg.simulator.step_costs import ModelCosts, StepCosts
 from jdisagg.simulator.trace_files import read_trace
 from jdisagg.simulator.workloads import Arrival
 
@@ -97,7 +99,9 @@ class Setting:
             in a step with all decodes), "chunks" (the same with 512 tokens), or "prompts first".
         rest: Limits on all tokens but the first.
         slowed: Whether the arithmetic of capped token machines runs at CAP of its speed.
-        between: Link of each GPU between machines."""
+        between: Link of each GPU between machines.
+        rule: Steps from the paper's measurements by this rule (`step_table`); None selects the cost
+            model."""
 
     model: str = "bloom-176b"
     trace: str = "conversation"
@@ -105,6 +109,10 @@ class Setting:
     rest: Sequence[tuple[int, float]] = REST
     slowed: bool = False
     between: Link | None = None
+    rule: Rule | None = None
+
+    def costs(self, hardware: Accelerator) -> StepCosts | None:
+        return StepTable(f"{hardware.name}-80gb", self.rule) if self.rule else None
 
     @property
     def workload(self) -> Sequence[Arrival]:
@@ -120,7 +128,7 @@ class Setting:
         instance = replace(INSTANCE, layout=TP, chunk_tokens=chunk, min_chunk_tokens=256)
         if design.tokens is None:
             mode = Mode.UNIFIED if self.batching == "prompts first" else Mode.CHUNKED
-            pool = Pool(tokens, design.prompts, instance)
+            pool = Pool(tokens, design.prompts, instance, self.costs(design.prompts))
             fused = mode is Mode.CHUNKED
             return Fleet(shape, pool, mode=mode, fused=fused, context_tokens=CONTEXT)
         hardware = design.tokens
@@ -128,8 +136,8 @@ class Setting:
             hardware = replace(hardware, peak_flops=CAP * hardware.peak_flops)
         return Fleet(
             shape,
-            Pool(tokens, hardware, instance),
-            Pool(prompts, design.prompts, instance),
+            Pool(tokens, hardware, instance, self.costs(hardware)),
+            Pool(prompts, design.prompts, instance, self.costs(design.prompts)),
             overlap=4,
             context_tokens=CONTEXT,
             link=self.between,
@@ -137,11 +145,11 @@ class Setting:
 
 
 class Slowdowns:
-    """Slowdowns of requests relative to the same requests alone on an A100 machine of the same cost
-    model."""
+    """Slowdowns of requests relative to the same requests alone on an A100 machine with the same
+    step costs."""
 
-    def __init__(self, model: str) -> None:
-        self._alone = CostModel(geometry(model), A, TP)
+    def __init__(self, setting: Setting) -> None:
+        self._alone = setting.costs(A) or ModelCosts(CostModel(geometry(setting.model), A, TP))
         self._known: dict[tuple[int, int], tuple[float, float]] = {}
 
     def alone(self, prompt: int, output: int) -> tuple[float, float]:
@@ -151,8 +159,8 @@ class Slowdowns:
             whole, rest = divmod(prompt, PROMPT_BATCH)
             rows = [(PROMPT_BATCH, part * PROMPT_BATCH) for part in range(whole)]
             rows += [(rest, whole * PROMPT_BATCH)] if rest else []
-            first = sum(self._alone.prefill([row]).seconds for row in rows)
-            self._known[key] = first, self._alone.decode_of(1, prompt + output / 2).seconds
+            first = sum(self._alone.prefill([row])[0] for row in rows)
+            self._known[key] = first, self._alone.decode(1, prompt + output / 2, 1).first
         return self._known[key]
 
     def kept(
@@ -186,14 +194,15 @@ class Bench:
     def __init__(self, most: int) -> None:
         self.most = most
         self.runs = 0
-        self._slowdowns: dict[str, Slowdowns] = {}
+        self._slowdowns: dict[tuple[str, str | None], Slowdowns] = {}
         self._workloads: dict[str, Sequence[Arrival]] = {}
 
     def limits(
         self, setting: Setting, design: Design, division: tuple[int, int], rate: float
     ) -> Mapping[str, float]:
         workload = self._workloads.setdefault(setting.trace, setting.workload)
-        slowdowns = self._slowdowns.setdefault(setting.model, Slowdowns(setting.model))
+        key = setting.model, setting.rule
+        slowdowns = self._slowdowns.setdefault(key, Slowdowns(setting))
         count = int(np.clip(rate * SECONDS, 300, self.most))
         arrivals = requests_at(workload, rate, count, "poisson", seed=0)
         self.runs += 1

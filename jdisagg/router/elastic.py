@@ -18,8 +18,15 @@ The gain must exceed `LEAST_GAIN` of the horizon's requests. The formula thus ch
 draining, re-sharding the weights and warm-up. A switch that would make the other pool short is not
 made.
 
-Hysteresis: a switch requires that a pool is short for `patience_seconds`. Fewer workers are advised
-only after a pool had spare workers for `calm_seconds`. After a switch no other switch is made for
+The advice follows the load that is offered to a pool: the workers that were busy, more if the
+requests that wait became more and less if they became fewer, divided by the utilization that a pool
+should have. So a pool grows before it is short, and not again while it only works off what waited
+before. A pool that is short in spite of it gets one more worker, and no other before its
+observations are new.
+
+Hysteresis: a switch requires that a pool is short for `patience_seconds`, and so does the advice of
+more workers. The advice of fewer is the largest number that was needed in the last `calm_seconds`.
+After a switch no other switch is made for
 `cooldown_seconds`, and earlier observations are discarded. The model may be wrong. So that a
 mistake is not repeated, a pool that was short with n workers is not reduced to n workers under a
 similar load for `REMEMBER_SECONDS`. Without traffic there is no switch. If only one worker of a
@@ -60,7 +67,7 @@ class ElasticConfig(Settings):
         window_seconds: Length of the observation window.
         interval_seconds: Time between two decisions.
         patience_seconds: Time for which a pool must be short of workers before a switch.
-        calm_seconds: Time for which a pool must have spare workers before fewer are advised.
+        calm_seconds: Time over which the largest need of a pool is advised.
         cooldown_seconds: Time after a switch without another one.
         horizon_seconds: Time over which the gain of a switch is counted.
         target_use: Mean utilization that a pool should have, in [0, 1].
@@ -125,6 +132,9 @@ class WasShort:
     at: float
 
 
+Needs = tuple[tuple[float, int], ...]
+
+
 @dataclass(frozen=True, slots=True)
 class Memory:
     """State that the controller keeps between decisions.
@@ -132,14 +142,23 @@ class Memory:
     Attributes:
         short_since: For each role, prefill first, the time since when its pool has been short of
             workers; None if it is not short.
-        spare_since: For each role, the time since when its pool has had spare workers; None if it
-            has none.
+        over_since: For each role, the time since when its pool has needed more workers than it has;
+            None if it does not.
+        needed: For each role, its pool's needs of the last `calm_seconds` that no later need
+            reached, as (time, number of workers). A need beyond the size counts once it lasts.
+        needed_since: Time of the first need. None if there is none.
+        grew_at: For each role, when its pool last got a worker.
+        sizes: For each role, the size of its pool.
         was_short: For each role, when and with which size its pool was last short; None if it was
             not short recently.
     """
 
     short_since: tuple[float | None, float | None] = (None, None)
-    spare_since: tuple[float | None, float | None] = (None, None)
+    over_since: tuple[float | None, float | None] = (None, None)
+    needed: tuple[Needs, Needs] = ((), ())
+    needed_since: float | None = None
+    grew_at: tuple[float, float] = (-math.inf, -math.inf)
+    sizes: tuple[int, int] = (0, 0)
     was_short: tuple[WasShort | None, WasShort | None] = (None, None)
     quiet_until: float = -math.inf
     switching: str | None = None
@@ -176,10 +195,8 @@ def decide(config: ElasticConfig, memory: Memory, view: View, may_switch: bool =
     memory = replace(
         memory,
         short_since=_since(memory.short_since, tuple(bool(pool.short) for pool in pools), view.now),
-        spare_since=_since(
-            memory.spare_since, tuple(_spare(config, pool) < pool.size for pool in pools), view.now
-        ),
     )
+    memory = _with_needs(config, memory, view.now, pools)
     memory = replace(memory, was_short=_remembered(config, memory, view.now, pools))
     switch, reason = _choose(config, memory, view, pools)
     if switch is not None and not may_switch:
@@ -284,7 +301,7 @@ def _prefill(config: ElasticConfig, view: View) -> _Pool:
             f"TTFT {view.ttft_attainment:.0%} within {config.slo.ttft_seconds:g} s, and"
             f" {pool.waiting:.1f} prompts wait"
         )
-    load = size * pool.use / config.target_use
+    load = _offered(config, view, pool.busy, pool.waiting_growth)
     return _Pool(WorkerRole.PREFILL, pool, short, load, _need(size, load, bool(short), over))
 
 
@@ -311,8 +328,15 @@ def _decode(config: ElasticConfig, view: View) -> _Pool:
         )
     elif view.requests and pool.peak_use >= FULL_USE:
         short = f"pages or slots {pool.peak_use:.0%} in use"
-    load = size * pool.peak_use / config.target_use
+    load = _offered(config, view, pool.peak_busy, pool.waiting_growth)
     return _Pool(WorkerRole.DECODE, pool, short, load, _need(size, load, bool(short), over))
+
+
+def _offered(config: ElasticConfig, view: View, busy: float, growth: float) -> float:
+    """Returns the load that is offered, as a number of workers: that which was served, times the
+    requests that came over those that ended."""
+    came = 1 + growth / view.requests if _told(config, view) else 1.0
+    return busy * max(0.0, came) / config.target_use
 
 
 def _nobody_left(config: ElasticConfig, view: View, pool: PoolView) -> str:
@@ -438,6 +462,54 @@ def _served(a: int, a_need: float, b: int, b_need: float) -> float:
     return min(1.0, a / a_need if a_need > 0 else 1.0, b / b_need if b_need > 0 else 1.0)
 
 
+def _with_needs(
+    config: ElasticConfig, memory: Memory, now: float, pools: tuple[_Pool, _Pool]
+) -> Memory:
+    sizes = pools[0].size, pools[1].size
+    first, second = (
+        now if size > before else at
+        for size, before, at in zip(sizes, memory.sizes, memory.grew_at, strict=True)
+    )
+    counts = [
+        _count(config, pool, now - at) for pool, at in zip(pools, (first, second), strict=True)
+    ]
+    over = tuple(count > size for count, size in zip(counts, sizes, strict=True))
+    over_since = _since(memory.over_since, over, now)
+    needed = [
+        _highest(
+            needs,
+            now - config.calm_seconds,
+            now,
+            count if _lasts(config, since, now) else min(count, size),
+        )
+        for needs, count, size, since in zip(memory.needed, counts, sizes, over_since, strict=True)
+    ]
+    return replace(
+        memory,
+        over_since=over_since,
+        needed=(needed[0], needed[1]),
+        needed_since=now if memory.needed_since is None else memory.needed_since,
+        grew_at=(first, second),
+        sizes=sizes,
+    )
+
+
+def _lasts(config: ElasticConfig, since: float | None, now: float) -> bool:
+    return since is not None and now - since >= config.patience_seconds
+
+
+def _highest(needs: Needs, after: float, now: float, count: int) -> Needs:
+    return (*(one for one in needs if one[0] > after and one[1] > count), (now, count))
+
+
+def _count(config: ElasticConfig, pool: _Pool, since_growth: float) -> int:
+    """Returns the number of workers that a pool needs now."""
+    count = math.ceil(pool.load - 1e-9)
+    if pool.short and since_growth >= config.window_seconds:
+        count = max(count, pool.size + 1)
+    return max(count, config.least(pool.role))
+
+
 def _advise(
     config: ElasticConfig,
     memory: Memory,
@@ -445,37 +517,25 @@ def _advise(
     pools: tuple[_Pool, _Pool],
     switch: Switch | None,
 ) -> Advice:
+    changing = switch is not None or memory.switching is not None
+    since = memory.needed_since
+    calm = since is not None and view.now - since >= config.calm_seconds
     wanted: list[int] = []
     reasons: list[str] = []
-    for pool, short_since, spare_since in zip(
-        pools, memory.short_since, memory.spare_since, strict=True
-    ):
-        count = pool.size
-        if switch is not None or memory.switching is not None:
-            pass  # no advice: the pools are about to change
-        elif short_since is not None and view.now - short_since >= config.patience_seconds:
-            count = max(pool.size + 1, math.ceil(pool.need - 1e-9))
-            reasons.append(f"{pool.role.value} is short: {pool.short}")
-        elif spare_since is not None and view.now - spare_since >= config.calm_seconds:
-            count = pool.size - 1
+    for pool, needs in zip(pools, memory.needed, strict=True):
+        role, count = pool.role.value, needs[0][1] if calm else max(pool.size, needs[0][1])
+        if changing:
+            count = pool.size  # the pools are about to change
+        elif count > pool.size and pool.short:
+            reasons.append(f"{role} is short: {pool.short}")
+        elif count != pool.size:
             reasons.append(
-                f"{pool.role.value} has been {pool.view.use:.0%} in use or less for"
-                f" {config.calm_seconds:g} s"
+                f"{role} needed up to {count} workers in {config.calm_seconds:g} s, at"
+                f" {config.target_use:.0%} use"
             )
         wanted.append(max(count, config.least(pool.role)))
     return Advice(
         wanted[0], wanted[1], pools[0].need, pools[1].need, "; ".join(reasons) or "no change"
-    )
-
-
-def _spare(config: ElasticConfig, pool: _Pool) -> int:
-    return max(
-        config.least(pool.role),
-        (
-            pool.size
-            if pool.short
-            else math.ceil(pool.size * pool.view.peak_use / config.target_use - 1e-9)
-        ),
     )
 
 

@@ -63,12 +63,19 @@ class PoolView:
     Attributes:
         use: Mean utilization, in [0, 1].
         peak_use: High quantile of the sampled utilization, in [0, 1].
+        busy: Mean number of busy workers.
+        peak_busy: High quantile of the sampled number of busy workers.
+        waiting_growth: Number of requests by which those that wait grew in the window; negative if
+            they became fewer.
     """
 
     taking: tuple[WorkerStatus, ...]
     use: float = 0.0
     peak_use: float = 0.0
+    busy: float = 0.0
+    peak_busy: float = 0.0
     waiting: float = 0.0
+    waiting_growth: float = 0.0
     batch: float = 0.0
 
 
@@ -95,6 +102,7 @@ class View:
 class _Sample:
     at: float
     use: float
+    busy: float
     waiting: int
     batch: float
 
@@ -128,12 +136,13 @@ class SloWindow:
         for role, samples in self._samples.items():
             workers = _taking(self._latest, role)
             if workers:
-                use = sum(map(use_of, workers)) / len(workers)
+                used = sum(map(use_of, workers))
                 ranks = sum(max(1, len(worker.total_pages)) for worker in workers)
                 waiting = sum(worker.waiting for worker in workers) + (
                     held if role is waits_for else 0
                 )
-                samples.append(_Sample(now, use, waiting, sum(map(_at_work, workers)) / ranks))
+                batch = sum(map(_at_work, workers)) / ranks
+                samples.append(_Sample(now, used / len(workers), used, waiting, batch))
         self._forget(now - self._window_seconds)
 
     def clear(self) -> None:
@@ -177,7 +186,10 @@ class SloWindow:
             taking,
             use=sum(sample.use for sample in samples) / count,
             peak_use=quantile([sample.use for sample in samples], at),
+            busy=sum(sample.busy for sample in samples) / count,
+            peak_busy=quantile([sample.busy for sample in samples], at),
             waiting=sum(sample.waiting for sample in samples) / count,
+            waiting_growth=_growth([sample.waiting for sample in samples]),
             batch=sum(sample.batch for sample in samples) / count,
         )
 
@@ -185,6 +197,14 @@ class SloWindow:
         for entries in (self._outcomes, *self._samples.values()):
             while entries and entries[0].at < before:
                 entries.popleft()
+
+
+def _growth(values: Sequence[float]) -> float:
+    """Returns the growth over all values, from the means of their first and of their last third."""
+    third = len(values) // 3
+    if not third:
+        return 0.0
+    return 1.5 * (sum(values[-third:]) - sum(values[:third])) / third
 
 
 def use_of(worker: WorkerStatus) -> float:

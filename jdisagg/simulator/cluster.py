@@ -250,6 +250,29 @@ class SimulatedCluster:
             raise ConfigError(
                 f"worker {name!r} cannot become a {role.value} worker: the fleet has no such pool"
             )
+        process = await self._retire(name, drain_seconds)
+        await self.clock.sleep(seconds)
+        self._check_still_there(name, process)
+        pool = self.fleet.pools[0 if role is WorkerRole.PREFILL else 1]
+        self.seats[name] = replace(self.seats[name], role=role, pool=pool)
+        self.counters.add("roles_switched")
+        await self.start_worker(name)
+
+    async def add_worker(self, role: WorkerRole) -> str:
+        """Starts one more worker of a role, on a host of its own, and returns its name."""
+        names = (f"{role.value}-{number}" for number in itertools.count())
+        name = next(name for name in names if name not in self.processes)
+        pool = next(seat.pool for seat in self.seats.values() if seat.role is role)
+        self.seats[name] = Seat(name, role, pool, f"rack0/{name}/{name}/0.0")
+        await self.start_worker(name)
+        return name
+
+    async def remove_worker(self, name: str, drain_seconds: float | None = None) -> None:
+        """Stops a worker for good. It drains first."""
+        self.former.append(await self._retire(name, drain_seconds))
+        del self.processes[name]
+
+    async def _retire(self, name: str, drain_seconds: float | None) -> Process:
         process = self.processes[name]
         await process.worker.drain(drain_seconds)
         self._check_still_there(name, process)
@@ -257,12 +280,7 @@ class SimulatedCluster:
             process.beating.cancel()
         self.membership.deregister(name, process.worker.boot_id)
         await process.worker.stop()
-        await self.clock.sleep(seconds)
-        self._check_still_there(name, process)
-        pool = self.fleet.pools[0 if role is WorkerRole.PREFILL else 1]
-        self.seats[name] = replace(self.seats[name], role=role, pool=pool)
-        self.counters.add("roles_switched")
-        await self.start_worker(name)
+        return process
 
     def _check_still_there(self, name: str, process: Process) -> None:
         if self.processes[name] is not process or self.local.is_dead(process.worker):

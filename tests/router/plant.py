@@ -78,11 +78,15 @@ class Plant:
         page_wait = self.pending / max(admitted, 1e-9) - 1 if self.pending > admitted else 0.0
         self.pending -= admitted
         wait = self.backlog / prefill
-        self.backlog = max(0.0, self.backlog + admitted * load.prefill_seconds - prefill)
+        before = self.backlog + admitted * load.prefill_seconds
+        self.backlog = max(0.0, before - prefill)
         self.decoding = max(
             0.0, self.decoding + admitted - self.decoding / max(load.decode_seconds, 1.0)
         )
-        self._credit += load.rate
+        served = (
+            (before - self.backlog) / load.prefill_seconds if load.prefill_seconds else admitted
+        )
+        self._credit += served
         queue = min(wait + page_wait, 1e6)
         while self._credit >= 1:
             self._credit -= 1

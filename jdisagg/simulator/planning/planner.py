@@ -85,6 +85,19 @@ class Plan:
 
 
 @dataclass(frozen=True, slots=True)
+class Searched:
+    """The first level of a planner's search: `stepped` are the candidates that come near the best
+    of their mode, best first."""
+
+    workload: Sequence[Arrival]
+    ceilings: RateCeilings
+    stepper: Measurer
+    stepped: tuple[Finding, ...]
+    considered: int
+    left_out: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Search:
     """Settings of a planner's search.
 
@@ -155,19 +168,34 @@ class Planner:
     def plan(self, workload: Sequence[Arrival]) -> Plan:
         """Blocks until all simulations have ended. Raises NothingFits, with the reason, if no
         candidate fits or attains the goal at any rate."""
+        return self.simulated(self.searched(workload))
+
+    def searched(self, workload: Sequence[Arrival]) -> "Searched":
+        """Steps the candidates. Raises NothingFits, with the reason, if none fits."""
         ceilings = self._ceilings(workload)
         cached = any(item.block_hashes for item in workload)
         if reason := never(ceilings, cached):
             raise NothingFits(reason)
         priced = self._priced(ceilings)
+        left_out = self._left_out(ceilings.fitting, priced)
         if not priced:
-            raise NothingFits("; ".join(self._left_out(ceilings.fitting, priced)))
+            raise NothingFits("; ".join(left_out))
         stepper = self._measurer(workload, ceilings.demand, self._runners.stepped)
         stepped = self._stepped(priced, stepper, ceilings)
         self._told.answer(stepped_answer(stepped))
-        measurer = self._measurer(workload, ceilings.demand)
+        return Searched(workload, ceilings, stepper, tuple(stepped), len(priced), left_out)
+
+    def simulated(
+        self, search: "Searched", wanted: Callable[[Finding], bool] = lambda finding: True
+    ) -> Plan:
+        """Simulates the best candidates of each kind whose best one is `wanted`; if none is, the
+        plan has stepped candidates alone. Raises NothingFits if none attains the goal."""
+        stepped, stepper, ceilings = search.stepped, search.stepper, search.ceilings
+        measurer = self._measurer(search.workload, ceilings.demand)
         found = _Found(self._site, self._told)
-        kinds = _by_kind(stepped)
+        kinds = [kind for kind in _by_kind(stepped) if wanted(kind[0])]
+        if not kinds:
+            return Plan(tuple(self._rows(stepped, found)), search.considered, "", search.left_out)
         needed = requests_needed(stepped[0]) if stepped else 0
         simulated = needed <= max(SIMULATED_REQUESTS, self._search.most_requests)
         if simulated:
@@ -181,17 +209,17 @@ class Planner:
         best = findings[0]
         if not best.rate:
             raise NothingFits(no_rate(findings, self._goal))
-        left_out = self._left_out(ceilings.fitting, priced)
         stay = best.report.latency.mean or 0.0
         source = measurer if simulated else stepper
         below = source.report(best.candidate, HEADROOM * best.rate, stay)
-        said = f"{verdict(findings, ceilings, left_out, self._search.fused)} {headroom(below)}"
+        said = verdict(findings, ceilings, search.left_out, self._search.fused)
+        said = f"{said} {headroom(below)}"
         if not simulated:
             said = f"{said} {not_simulated(needed)}"
         if bars := self._error_bars(stepper, stepped, best):
             said = f"{said} {bars}"
         findings += self._rows(stepped, found)
-        return Plan(tuple(findings), len(priced), said, left_out)
+        return Plan(tuple(findings), search.considered, said, search.left_out)
 
     def stepped(self, workload: Sequence[Arrival]) -> list[Finding]:
         """Returns the candidates that come near the best of their mode by stepping, best first."""

@@ -13,7 +13,7 @@ from itertools import permutations
 
 from jdisagg.costs.hardware import Link
 from jdisagg.simulator.planning.candidates import Best, Candidate, NothingFits, Site, handoff_path
-from jdisagg.simulator.planning.planner import UNTOLD, Plan, Planner, Told
+from jdisagg.simulator.planning.planner import TIE, UNTOLD, Plan, Planner, Searched, Told
 from jdisagg.simulator.planning.verdict import Finding
 from jdisagg.simulator.workloads import Arrival
 
@@ -79,16 +79,30 @@ def plan_pools(
     """Plans each of the sites, which are uses of the pools. Raises NothingFits, with the reasons,
     if none can be planned."""
     pools = [site for site in sites if site.decoding is None]
-    rows: list[Row] = []
+    searches: list[tuple[Site, Planner, Searched]] = []
     plans: list[Plan] = []
+    rows: list[Row] = []
     left_out: list[str] = []
+
+    def leaves_out(site: Site, error: NothingFits) -> None:
+        left_out.append(error.message if len(pools) == 1 else f"{site.text}: {error.message}")
+
     for site in sites:
         if len(pools) > 1:
             told.answer(f"On {site.text}{', prefill on the first' if site.decoding else ''}:")
         try:
-            plan = planner_of(site).plan(workload)
+            planner = planner_of(site)
+            searches.append((site, planner, planner.searched(workload)))
         except NothingFits as error:
-            left_out.append(error.message if len(pools) == 1 else f"{site.text}: {error.message}")
+            leaves_out(site, error)
+    wanted = _worth_simulating(searches, pools, best)
+    for site, planner, search in searches:
+        try:
+            plan = planner.simulated(
+                search, lambda finding, site=site: (site, finding.candidate) in wanted
+            )
+        except NothingFits as error:
+            leaves_out(site, error)
             continue
         plans.append(plan)
         rows += [Row(site, finding) for finding in plan.findings]
@@ -103,12 +117,29 @@ def plan_pools(
     return PoolPlan(tuple(rows), sum(plan.considered for plan in plans), verdict, tuple(left_out))
 
 
-def most_of(
-    rows: Sequence[Row], pools: Sequence[Site], best: Best, fits: Callable[[Row], bool]
-) -> Rows:
-    """Returns the best of the rows that fit: a single row, or one of each pool side by side; () if
-    none fits."""
-    fitting = [row for row in rows if fits(row) and row.finding.rate]
+def _worth_simulating(
+    searches: Sequence[tuple[Site, Planner, Searched]], pools: Sequence[Site], best: Best
+) -> set[tuple[Site, Candidate]]:
+    """Returns the candidates to simulate: with one kind of accelerators the best of each mode, else
+    those that by stepping are the best of all kinds, or the best of a mode, alone or as one of each
+    pool side by side."""
+    rows = [Row(site, finding) for site, _, search in searches for finding in search.stepped]
+    if len(pools) == 1:
+        return {(row.site, row.finding.candidate) for row in rows}
+    wanted = [max(rows, key=lambda row: row.finding.value)] if rows else []
+    for two in (False, True):
+        of_mode = [row for row in rows if (row.finding.candidate.prefill is not None) is two]
+        leaders = most_of(of_mode, pools, best)
+        least = (1 - TIE) * worth(leaders, best) if leaders else 0.0
+        wanted += [*leaders, *(row for row in of_mode if worth((row,), best) >= least)]
+    return {(row.site, row.finding.candidate) for row in wanted}
+
+
+def most_of(rows: Sequence[Row], pools: Sequence[Site], best: Best) -> Rows:
+    """Returns the best of the rows: a single one, or one of each pool side by side. Those that were
+    only stepped count if none was simulated; () if no row has a rate."""
+    simulated = [row for row in rows if row.finding.simulated]
+    fitting = [row for row in simulated or rows if row.finding.rate]
     each = [[row for row in fitting if row.site == pool] for pool in pools]
     listed: list[Rows] = [(row,) for row in fitting]
     if all(each) and len(pools) > 1:
@@ -123,11 +154,17 @@ def _compared(
     workload: Sequence[Arrival],
     best: Best,
 ) -> str:
-    one = most_of(rows, pools, best, lambda row: row.finding.candidate.prefill is None)
-    two = most_of(rows, pools, best, lambda row: row.finding.candidate.prefill is not None)
+    one, two = (
+        most_of(
+            [row for row in rows if (row.finding.candidate.prefill is not None) is both],
+            pools,
+            best,
+        )
+        for both in (False, True)
+    )
     said: list[str] = []
     if len(pools) > 1:
-        said.append(f"Best: {_said(most_of(rows, pools, best, lambda row: True), best)}.")
+        said.append(f"Best: {_said(most_of(rows, pools, best), best)}.")
     if not one or not two:
         return " ".join(said)
     gain = worth(two, best) / worth(one, best)

@@ -98,6 +98,19 @@ def test_each_pool_alone_and_each_pair_in_both_orders_are_planned() -> None:
     assert found == [("h100", "h100"), ("a100", "a100"), ("h100", "a100"), ("a100", "h100")]
 
 
+@pytest.mark.parametrize(("best", "most"), [("rate", 4), ("dollars", 2), ("joules", 2)])
+def test_with_two_kinds_only_what_may_be_the_best_of_all_is_simulated(
+    best: Best, most: int
+) -> None:
+    """For each mode one candidate, or one of each pool side by side, in place of one of each mode
+    and use of the pools, which are six."""
+    rows = planned([FIRST, SECOND], best).rows
+    for both in (False, True):
+        of_mode = [row for row in rows if (row.finding.candidate.prefill is None) is both]
+        assert max(of_mode, key=lambda row: row.finding.value).finding.simulated
+    assert sum(row.finding.simulated for row in rows) <= most
+
+
 def test_one_pool_is_planned_as_by_the_planner_of_one_kind() -> None:
     servers = Servers(lambda candidate: carried(FIRST, candidate))
     search = Search(modes=(Mode.DISAGGREGATED, Mode.UNIFIED), finalists=1)
