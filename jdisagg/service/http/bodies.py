@@ -41,10 +41,6 @@ REFUSED: Refused = {
     "truncate_prompt_tokens": ((-1,), "truncate the prompt yourself; /tokenize counts its tokens"),
     "logits_processors": (([],), "use logit_bias"),
     # vLLM's and SGLang's
-    **dict.fromkeys(
-        ("thinking_token_budget", "thinking_budget", "thinking_budget_tokens", "reasoning_budget"),
-        ((-1,), "limit the whole answer with max_tokens"),
-    ),
     "repetition_detection": (({},), "use frequency_penalty or repetition_penalty"),
     "logprob_token_ids": (([],), "ask for the most likely tokens with logprobs"),
     "prompt_embeds": (([],), "send text or token ids"),
@@ -151,7 +147,8 @@ Arguments = Annotated[str, TEXT_OR_JSON]
 
 # Parameters of sampling whose form differs between APIs.
 _OWN = ("max_tokens", "logprobs", "grammar")
-_LOWEST = {"top_k": -1, "top_p": 0.0, "seed": -MAX_SEED - 1}  # lower than engines take
+# Values lower than engines take.
+_LOWEST = {"top_k": -1, "top_p": 0.0, "seed": -MAX_SEED - 1, "thinking_budget": -1}
 _TYPES: dict[object, Any] = {
     tuple[str, ...]: str | list[str],
     Sequence[str]: str | list[str],
@@ -293,12 +290,18 @@ class ChatFields(Form):
 class Reasoning(Form):
     """OpenRouter's field."""
 
-    refused = {
-        "max_tokens": ((0,), "limit the whole answer with max_tokens"),
-        "exclude": ((False,), "leave reasoning_content out of the reply yourself"),
-    }
+    refused = {"exclude": ((False,), "leave reasoning_content out of the reply yourself")}
     effort: str | None = None
     enabled: bool | None = None
+    max_tokens: int | None = None
+
+
+class Budget(Form):
+    """Other servers' names of `thinking_budget`."""
+
+    thinking_token_budget: int | None = None
+    thinking_budget_tokens: int | None = None
+    reasoning_budget: int | None = None
 
 
 class TemplateArguments(Form):
