@@ -270,6 +270,8 @@ class ServiceConfig(Settings):
             and "none" are as for tool calls.
         kept_responses_mib: Memory for responses of /v1/responses that later requests may continue,
             in MiB. 0 keeps none. None: 64, or 0 for a router that may be one of several.
+        batch_folder: Folder for /v1/files and /v1/batches, of this server alone. Default: no such
+            API.
         lora_modules: LoRA adapters to offer from the start, as name=folder,name=folder.
         max_message_bytes: Largest body of an HTTP request, and largest gRPC message of a client,
             in bytes.
@@ -300,6 +302,7 @@ class ServiceConfig(Settings):
     tool_parser: Annotated[str, HTTP] = "auto"
     reasoning_parser: Annotated[str, HTTP] = "auto"
     kept_responses_mib: Amount | None = None
+    batch_folder: File = ""
     lora_modules: Annotated[str, HTTP] = ""
     max_message_bytes: Count = 32 << 20
     drain_seconds: Annotated[NotNegative, SERVICE] = 30.0

@@ -442,6 +442,13 @@ class MessagesTool(Form):
     strict: bool = False
 
 
+class BatchFields(Form):
+    input_file_id: str
+    endpoint: str
+    completion_window: str = "24h"
+    metadata: dict[str, object] | None = None
+
+
 class ModelFields(Form):
     model: str = ""
 

@@ -5,6 +5,7 @@ import re
 import time
 from collections.abc import Awaitable, Callable
 from datetime import UTC, datetime
+from pathlib import Path
 from urllib.parse import parse_qs
 
 import msgspec
@@ -18,6 +19,9 @@ from jdisagg.errors import InvalidRequestError
 from jdisagg.messages.weights import SLEEP_SECONDS, UPDATE_SECONDS, mode_of
 from jdisagg.observe.request_log import RequestLog
 from jdisagg.request import Adapter
+from jdisagg.service.batch_folder import BatchFolder
+from jdisagg.service.batch_jobs import BatchJobs
+from jdisagg.service.http.batches import Batches
 from jdisagg.service.http.bodies import (
     Detokenize,
     LoadAdapter,
@@ -34,6 +38,7 @@ from jdisagg.service.http.exchange import Exchange, Receive, Scope, Send
 from jdisagg.service.http.fields import F, Fields
 from jdisagg.service.http.generation import IGNORED, HttpGeneration, check_model
 from jdisagg.service.http.guard import ANY_METHOD, Endpoint, HttpGuard
+from jdisagg.service.http.inside import InsideDoor
 from jdisagg.service.http.kept_responses import KeptResponses
 from jdisagg.service.http.messages import message_prompt
 from jdisagg.service.http.openapi import openapi_json
@@ -83,6 +88,10 @@ class HttpRoutes:
         kept_bytes = (config.kept_responses_mib or 0) << 20
         self._store = ResponseStore(kept_bytes) if kept_bytes else None
         self._page = Page(frontend, page)
+        self._jobs: BatchJobs | None = None
+        if config.batch_folder:
+            folder = BatchFolder(Path(config.batch_folder).expanduser())
+            self._jobs = BatchJobs(folder, InsideDoor(self._generation).answer)
 
     @property
     def ready(self) -> bool:
@@ -91,6 +100,12 @@ class HttpRoutes:
     @ready.setter
     def ready(self, ready: bool) -> None:
         self._page.ready = ready
+        if self._jobs is not None:
+            self._jobs.start() if ready else self._jobs.stop()
+
+    async def close(self) -> None:
+        if self._jobs is not None:
+            await self._jobs.close()
 
     def application(self) -> Router:
         guard, generation = self._guard, self._generation
@@ -127,6 +142,9 @@ class HttpRoutes:
         if self._store is not None:
             kept = KeptResponses(generation, self._store, guard, self._limit_bytes)
             endpoints |= kept.endpoints(guard)
+        if self._jobs is not None:
+            batches = Batches(self._jobs.folder, self._jobs, self._limit_bytes)
+            endpoints |= batches.endpoints(guard)
         routes = [Route(path, endpoint) for path, endpoint in endpoints.items()]
         unknown = Endpoint(guard, ANY_METHOD, self._unknown, open=True)
         return _Router(routes, redirect_slashes=False, default=unknown)
@@ -298,6 +316,13 @@ class HttpRoutes:
             raise HttpRefusal(
                 f"{path} is not served: the model generates text, and the path needs a model of"
                 " another kind; use another server for it",
+                404,
+                "not_found",
+            )
+        if path.startswith(("/v1/files", "/v1/batches")):
+            raise HttpRefusal(
+                f"{path} is not served: the server has no service.batch_folder; set it, or use"
+                " jdisagg run_batch",
                 404,
                 "not_found",
             )
