@@ -268,6 +268,8 @@ class ServiceConfig(Settings):
             detects it from the chat template. "none" disables tool parsing.
         reasoning_parser: Format of the reasoning that the model writes before its answer. "auto"
             and "none" are as for tool calls.
+        reranker: Form of the prompts of /v1/score and /v1/rerank: "qwen3", or "none" without these.
+            "auto": "qwen3" for a model with "rerank" in its name.
         kept_responses_mib: Memory for responses of /v1/responses that later requests may continue,
             in MiB. 0 keeps none. None: 64, or 0 for a router that may be one of several.
         batch_folder: Folder for /v1/files and /v1/batches, of this server alone. Default: no such
@@ -301,6 +303,7 @@ class ServiceConfig(Settings):
     http_cors_origins: Annotated[str, HTTP] = ""
     tool_parser: Annotated[str, HTTP] = "auto"
     reasoning_parser: Annotated[str, HTTP] = "auto"
+    reranker: Annotated[str, OneOf(("auto", "none", "qwen3"))] = "auto"
     kept_responses_mib: Amount | None = None
     batch_folder: File = ""
     lora_modules: Annotated[str, HTTP] = ""

@@ -397,6 +397,8 @@ class Request:
             new number, so that it does not receive the earlier stream.
         cache_scope: Scope within the tenant in which cached KV is shared, computed by the API.
         images: Images of the prompt, in order. `prompt_token_ids` already holds their tokens.
+        prefill_only: Whether the answer ends with the token that the prefill chooses, so that a
+            prefill worker sends no KV.
     """
 
     request_id: str
@@ -411,6 +413,7 @@ class Request:
     cache_scope: str = ""
     adapter: Adapter | None = None
     images: tuple[PromptImage, ...] = ()
+    prefill_only: bool = False
 
     def __post_init__(self) -> None:
         if self.images:

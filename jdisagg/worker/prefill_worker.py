@@ -217,8 +217,11 @@ class PrefillWorker(MeshWorker):
         start, prompt, ids = task.call.from_token, task.prompt, self._context.ids
         if task.handoff.over:
             return
-        offers = list(offers_of_pages(self._mesh, prompt.rank, start, prompt.cached_tokens, ids))
-        offers += snapshot_offers(self._mesh, prompt.rank, prompt.tokens, ids)
+        offers: list[Offer] = []
+        if task.call.destination:
+            cached = prompt.cached_tokens
+            offers += offers_of_pages(self._mesh, prompt.rank, start, cached, ids)
+            offers += snapshot_offers(self._mesh, prompt.rank, prompt.tokens, ids)
         task.extracting += len(offers) - 1
         for offer in offers:
             pages = self._room.place(offer.kind, prompt.rank, prompt.key, prompt.pages)
@@ -300,7 +303,7 @@ class PrefillWorker(MeshWorker):
             now - call.age_seconds,
             call.attempt,
             destination=call.destination,
-            offers_from=call.from_token,
+            offers_from=call.from_token if call.destination else None,
         )
         prompt.needs_pages = pages_for(prompt.tokens, self._mesh.page_size)
         prompt.needs_states = self._room.needed(prompt.tokens)

@@ -442,6 +442,40 @@ class MessagesTool(Form):
     strict: bool = False
 
 
+class PromptOnly(Form):
+    """Fields of requests whose reply has no text of the model."""
+
+    ignored = ("user",)
+    model: str = ""
+    tenant: str = ""
+    cache_salt: str = ""
+    priority: int = 0
+    deadline_seconds: float | None = None
+
+
+_TEXTS = FieldKind("a string or a list of strings", msgspec.json.Decoder(str | list[object]).decode)
+Texts = Annotated[str | list[object], _TEXTS]
+
+
+class Rerank(Form):
+    """Documents are texts, or objects with a `text`. `instruct` is also named `instruction`."""
+
+    refused = {"max_chunks_per_doc": ((), "send shorter documents")}
+    query: str
+    documents: Texts
+    top_n: int | None = None
+    return_documents: bool = True
+    instruct: str | None = None
+    instruction: str | None = None
+
+
+class Score(Form):
+    text_1: Texts
+    text_2: Texts
+    instruct: str | None = None
+    instruction: str | None = None
+
+
 class BatchFields(Form):
     input_file_id: str
     endpoint: str

@@ -46,6 +46,7 @@ from jdisagg.service.http.page import Page, PageSources
 from jdisagg.service.http.requests import completion_prompts, ignored_header
 from jdisagg.service.http.response_store import ResponseStore
 from jdisagg.service.http.responses import response_from
+from jdisagg.service.http.scores import Scores
 
 Scrape = Callable[[], Awaitable[bytes]]
 METRICS_TYPE = b"text/plain; version=0.0.4; charset=utf-8"
@@ -54,8 +55,13 @@ OWNER = "jdisagg"
 # Other paths for /health, which load balancers and platforms use.
 _HEALTH = ("/ping", "/healthz", "/readyz", "/v1/health")
 _OF_OTHER_MODELS = (
-    *("/v1/rerank", "/v2/rerank", "/rerank", "/v1/score", "/score", "/pooling"),
-    *("/classify", "/v1/moderations", "/v1/images/generations", "/v1/audio/transcriptions"),
+    *(
+        "/pooling",
+        "/classify",
+        "/v1/moderations",
+        "/v1/images/generations",
+        "/v1/audio/transcriptions",
+    ),
     *("/v1/audio/translations", "/v1/audio/speech"),
 )
 
@@ -88,6 +94,7 @@ class HttpRoutes:
         kept_bytes = (config.kept_responses_mib or 0) << 20
         self._store = ResponseStore(kept_bytes) if kept_bytes else None
         self._page = Page(frontend, page)
+        self._scores = Scores(frontend, config.reranker, limit_bytes)
         self._jobs: BatchJobs | None = None
         if config.batch_folder:
             folder = BatchFolder(Path(config.batch_folder).expanduser())
@@ -114,6 +121,14 @@ class HttpRoutes:
             "/v1/chat/completions": Endpoint(guard, "POST", generation.chats, logs=True),
             "/v1/chat/completions/render": Endpoint(guard, "POST", generation.rendered_chat),
             "/v1/embeddings": Endpoint(guard, "POST", self._embeddings),
+            **{
+                path: Endpoint(guard, "POST", self._scores.rerank)
+                for path in ("/v1/rerank", "/v2/rerank", "/rerank")
+            },
+            **{
+                path: Endpoint(guard, "POST", self._scores.score)
+                for path in ("/v1/score", "/score")
+            },
             "/v1/responses": Endpoint(guard, "POST", generation.responses, logs=True),
             "/v1/messages": Endpoint(
                 guard, "POST", generation.messages, logs=True, errors=MESSAGE_ERRORS
