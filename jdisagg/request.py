@@ -397,6 +397,8 @@ class Request:
             new number, so that it does not receive the earlier stream.
         cache_scope: Scope within the tenant in which cached KV is shared, computed by the API.
         images: Images of the prompt, in order. `prompt_token_ids` already holds their tokens.
+        pooling: "last" or "mean" for an embedding in place of log-probabilities of the prompt: the
+            hidden state of the last token, or the sum over all tokens, after the last norm.
         prefill_only: Whether the answer ends with the token that the prefill chooses, so that a
             prefill worker sends no KV.
     """
@@ -413,6 +415,7 @@ class Request:
     cache_scope: str = ""
     adapter: Adapter | None = None
     images: tuple[PromptImage, ...] = ()
+    pooling: str = ""
     prefill_only: bool = False
 
     def __post_init__(self) -> None:

@@ -30,13 +30,14 @@ from jdisagg.service.batch_lines import (
     Answer,
     AnswerFile,
     BatchLine,
-    Reply,
+    BatchReply,
     answer_line,
     checked,
     read_lines,
     send_lines,
 )
 from jdisagg.service.bearer import token_of
+from jdisagg.service.http.embeddings import Embeddings
 from jdisagg.service.http.generation import HttpGeneration
 from jdisagg.service.http.inside import InsideDoor
 from jdisagg.service.internal.connection import read_secret
@@ -84,7 +85,7 @@ async def _run(source: Path, total: int, output: AnswerFile) -> None:
     with counted("requests") as bar:
         task = bar.add_task("", total=total, completed=len(answered))
 
-        def take(line: BatchLine, reply: Reply) -> None:
+        def take(line: BatchLine, reply: BatchReply) -> None:
             nonlocal failed
             output.add(answer_line(line, reply))
             answered.add(line.custom_id)
@@ -109,9 +110,10 @@ async def _engine() -> AsyncIterator[tuple[Answer, int]]:
     deployment = deployment_of(config, tell=lambda text: print(text, file=sys.stderr, flush=True))
     await deployment.start()
     try:
-        door = InsideDoor(HttpGeneration(deployment.frontend, RequestLog(), LIMIT_BYTES))
+        generation = HttpGeneration(deployment.frontend, RequestLog(), LIMIT_BYTES)
+        door = InsideDoor(generation, Embeddings(deployment.frontend, LIMIT_BYTES))
 
-        async def answer(line: BatchLine) -> Reply:
+        async def answer(line: BatchLine) -> BatchReply:
             return await door.answer(line.url, msgspec.json.encode(line.body))
 
         slots = config.decode.slots_per_rank * config.decode.layout.dp
@@ -129,23 +131,23 @@ async def _remote() -> AsyncIterator[tuple[Answer, int]]:
         headers["authorization"] = f"Bearer {token_of(_first_line(flags.token_file))}"
     tls = ssl.create_default_context(cafile=flags.authority or None)
 
-    def post(line: BatchLine) -> Reply:
+    def post(line: BatchLine) -> BatchReply:
         body = msgspec.json.encode(line.body)
         request = urllib.request.Request(f"{base}{line.url}", body, headers, method="POST")
         try:
             with urllib.request.urlopen(request, timeout=REPLY_SECONDS, context=tls) as reply:
-                return Reply(reply.status, reply.read())
+                return BatchReply(reply.status, reply.read())
         except urllib.error.HTTPError as error:
             after = error.headers.get("retry-after", "")
-            return Reply(error.code, error.read(), float(after) if after.isdigit() else None)
+            return BatchReply(error.code, error.read(), float(after) if after.isdigit() else None)
         except (OSError, http.client.HTTPException) as error:
-            return Reply(0, str(error).encode())
+            return BatchReply(0, str(error).encode())
 
     at_once = cast(int, flags.concurrency or AT_ONCE)
     with ThreadPoolExecutor(at_once) as threads:
         loop = asyncio.get_running_loop()
 
-        async def answer(line: BatchLine) -> Reply:
+        async def answer(line: BatchLine) -> BatchReply:
             return await loop.run_in_executor(threads, post, line)
 
         yield answer, at_once

@@ -16,8 +16,8 @@ from jdisagg.service.batch_folder import ENDED, Batch, BatchFolder
 from jdisagg.service.batch_lines import (
     AnswerFile,
     BatchLine,
+    BatchReply,
     LineFault,
-    Reply,
     answer_line,
     checked,
     error_line,
@@ -37,7 +37,7 @@ class BatchJobs:
     """Use it on one event loop. `answer`: function that answers the body of a request at a path."""
 
     def __init__(
-        self, folder: BatchFolder, answer: Callable[[str, bytes], Awaitable[Reply]]
+        self, folder: BatchFolder, answer: Callable[[str, bytes], Awaitable[BatchReply]]
     ) -> None:
         self.folder = folder
         self._answer = answer
@@ -136,7 +136,7 @@ class BatchJobs:
                     one for one in lines if isinstance(one, BatchLine) and one.custom_id not in done
                 ]
 
-            def take(line: BatchLine, reply: Reply) -> None:
+            def take(line: BatchLine, reply: BatchReply) -> None:
                 (errors if reply.failed else output).add(answer_line(line, reply))
                 done.add(line.custom_id)
                 batch.completed += not reply.failed
@@ -157,8 +157,8 @@ class BatchJobs:
                 return True
         return False
 
-    def _answering(self, batch: Batch) -> Callable[[BatchLine], Awaitable[Reply]]:
-        async def answer(line: BatchLine) -> Reply:
+    def _answering(self, batch: Batch) -> Callable[[BatchLine], Awaitable[BatchReply]]:
+        async def answer(line: BatchLine) -> BatchReply:
             seconds = max(1.0, batch.expires_at - time.time())
             ours = {
                 "priority": -MAX_PRIORITY,

@@ -29,7 +29,7 @@ FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.1, 10.0
 _encode = msgspec.json.encode
 
 
-class Reply(NamedTuple):
+class BatchReply(NamedTuple):
     """`status` is the HTTP status, or 0 if there was no connection."""
 
     status: int
@@ -59,7 +59,7 @@ class LineFault(msgspec.Struct):
     message: str
 
 
-Answer = Callable[[BatchLine], Awaitable[Reply]]
+Answer = Callable[[BatchLine], Awaitable[BatchReply]]
 _decode = msgspec.json.Decoder(BatchLine).decode
 
 
@@ -168,7 +168,7 @@ class AnswerFile:
         os.close(self._file)
 
 
-def answer_line(line: BatchLine, reply: Reply) -> bytes:
+def answer_line(line: BatchLine, reply: BatchReply) -> bytes:
     try:
         body: object = msgspec.json.decode(reply.body, type=msgspec.Raw)
     except msgspec.MsgspecError:
@@ -194,7 +194,7 @@ def _name(line: BatchLine) -> str:
 async def send_lines(
     lines: Iterable[BatchLine],
     answer: Answer,
-    take: Callable[[BatchLine, Reply], None],
+    take: Callable[[BatchLine, BatchReply], None],
     at_once: int,
     patience_seconds: float | None = None,
 ) -> None:

@@ -40,7 +40,9 @@ def difference(done: Collected) -> float:
     ids=("two meshes", "one mesh", "stages"),
 )
 async def test_scores_are_those_of_a_dense_forward_pass(engine: EngineConfig) -> None:
-    engine = dataclasses.replace(engine, prefix=PrefixConfig(reuse=True, host_gib=0.0))
+    engine = dataclasses.replace(
+        engine, prefix=PrefixConfig(reuse=True, grain_tokens=16, append_tokens=0, host_gib=0)
+    )
     async with running(engine) as run:
         first = await run.complete_all(requests(run))
         again = await run.complete_all(requests(run, "again"))

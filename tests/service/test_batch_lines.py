@@ -13,7 +13,7 @@ from jdisagg.service import batch_lines
 from jdisagg.service.batch_lines import (
     AnswerFile,
     BatchLine,
-    Reply,
+    BatchReply,
     answer_line,
     checked,
     error_line,
@@ -63,15 +63,15 @@ def test_an_answer_that_was_cut_off_is_none(tmp_path: Path) -> None:
     source.write_text(text_of(3))
     first, second, third = lines_of(source)
     with contextlib.closing(AnswerFile(path)) as file:
-        file.add(answer_line(first, Reply(200, b'{"choices": [\n1]}')))
+        file.add(answer_line(first, BatchReply(200, b'{"choices": [\n1]}')))
         file.add(error_line(second, "batch_expired", "late"))
         with pytest.raises(ConfigError, match="being written by another process"):
             AnswerFile(path)
     kept = path.read_bytes()
-    path.write_bytes(kept + answer_line(third, Reply(200, b"{}"))[:-1])
+    path.write_bytes(kept + answer_line(third, BatchReply(200, b"{}"))[:-1])
     with contextlib.closing(AnswerFile(path)) as file:
         assert file.ids == {"r0", "r1"} and path.read_bytes() == kept
-        file.add(answer_line(third, Reply(502, b"<html>")))
+        file.add(answer_line(third, BatchReply(502, b"<html>")))
     one, two, three = written(path)
     assert one["response"]["body"] == {"choices": [1]} and one["error"] is None
     assert (two["response"], two["error"]["code"]) == (None, "batch_expired")
@@ -95,15 +95,15 @@ async def test_a_request_is_sent_again_while_a_server_is_full(
     asked: dict[str, int] = {}
     running, most = 0, 0
 
-    async def answer(line: BatchLine) -> Reply:
+    async def answer(line: BatchLine) -> BatchReply:
         nonlocal running, most
         running += 1
         most = max(most, running)
         await asyncio.sleep(0)
         running -= 1
         count = asked[line.custom_id] = asked.get(line.custom_id, 0) + 1
-        passing = {1: Reply(0, b""), 2: Reply(429, b"", 0.001), 3: Reply(503, b"")}
-        return passing.get(count, Reply(400 if line.number == 5 else 200, b"{}"))
+        passing = {1: BatchReply(0, b""), 2: BatchReply(429, b"", 0.001), 3: BatchReply(503, b"")}
+        return passing.get(count, BatchReply(400 if line.number == 5 else 200, b"{}"))
 
     taken: list[tuple[str, int]] = []
     take = lambda line, reply: taken.append((line.custom_id, reply.status))  # noqa: E731
@@ -111,5 +111,5 @@ async def test_a_request_is_sent_again_while_a_server_is_full(
     assert sorted(taken) == sorted((f"r{at}", 400 if at == 4 else 200) for at in range(40))
     assert most == 7 and set(asked.values()) == {4}
     with pytest.raises(UnavailableError, match=r"no request was answered .* status 0: refused"):
-        dead = lambda _: asyncio.sleep(0, Reply(0, b"refused"))  # noqa: E731
+        dead = lambda _: asyncio.sleep(0, BatchReply(0, b"refused"))  # noqa: E731
         await send_lines(lines_of(path), dead, take, 2, patience_seconds=0.01)

@@ -476,6 +476,17 @@ class Score(Form):
     instruction: str | None = None
 
 
+class Embed(Form):
+    """`input_type` is another name of `prompt_name`."""
+
+    refused = {"truncate_prompt_tokens": ((-1,), "truncate the input yourself")}
+    input: Annotated[str | list[object], _PROMPT]
+    dimensions: int | None = None
+    encoding_format: str = "float"
+    prompt_name: str | None = None
+    input_type: str | None = None
+
+
 class BatchFields(Form):
     input_file_id: str
     endpoint: str

@@ -136,19 +136,27 @@ def most_tokens(fields: Fields) -> int | None:
 
 def completion_prompts(fields: Fields) -> tuple[Prompt, ...]:
     asked = fields.fill(PromptFields)
-    given, text = asked.prompt, str if asked.add_special_tokens else BareText
+    text = str if asked.add_special_tokens else BareText
+    return listed_prompts("prompt", asked.prompt, MAX_PROMPTS, text)
+
+
+def listed_prompts(
+    name: str, given: str | Sequence[object], most: int, text: type[str] = str
+) -> tuple[Prompt, ...]:
+    """Reads the field `name`, which is a text, token ids, or a list of either. `text` is the class
+    of texts."""
     if isinstance(given, str):
         return (text(given),)
     if not given:
-        raise InvalidRequestError("prompt is empty (an empty list); send some text")
+        raise InvalidRequestError(f"{name} is empty (an empty list); send some text")
     if all(isinstance(one, int) for one in given):
-        return (_ids(given),)
-    at_most("prompt", len(given), MAX_PROMPTS)
+        return (_ids(name, given),)
+    at_most(name, len(given), most)
     if all(isinstance(one, str) for one in given):
         return tuple(text(one) for one in given if isinstance(one, str))
     if all(isinstance(one, list) for one in given):
-        return tuple(_ids(one) for one in given if isinstance(one, list))
-    raise InvalidRequestError("prompt mixes texts and token ids; send lists of one kind")
+        return tuple(_ids(name, one) for one in given if isinstance(one, list))
+    raise InvalidRequestError(f"{name} mixes texts and token ids; send lists of one kind")
 
 
 def ignored_header(fields: Fields) -> bytes:
@@ -160,8 +168,8 @@ def ignored_header(fields: Fields) -> bytes:
     return ", ".join([*names, *([f"and {more} more"] if more else [])]).encode("ascii")
 
 
-def _ids(given: Sequence[object]) -> TokenPrompt:
-    at_most("prompt token ids", len(given), MAX_IDS)
+def _ids(name: str, given: Sequence[object]) -> TokenPrompt:
+    at_most(f"{name} token ids", len(given), MAX_IDS)
     return TokenPrompt(tuple(one for one in given if isinstance(one, int)))
 
 

@@ -33,6 +33,7 @@ from jdisagg.service.http.bodies import (
     Wake,
 )
 from jdisagg.service.http.chat import chat_prompt
+from jdisagg.service.http.embeddings import Embeddings
 from jdisagg.service.http.errors import MESSAGE_ERRORS, HttpRefusal
 from jdisagg.service.http.exchange import Exchange, Receive, Scope, Send
 from jdisagg.service.http.fields import F, Fields
@@ -46,7 +47,7 @@ from jdisagg.service.http.page import Page, PageSources
 from jdisagg.service.http.requests import completion_prompts, ignored_header
 from jdisagg.service.http.response_store import ResponseStore
 from jdisagg.service.http.responses import response_from
-from jdisagg.service.http.scores import Scores
+from jdisagg.service.http.scores import Reranker
 
 Scrape = Callable[[], Awaitable[bytes]]
 METRICS_TYPE = b"text/plain; version=0.0.4; charset=utf-8"
@@ -94,11 +95,12 @@ class HttpRoutes:
         kept_bytes = (config.kept_responses_mib or 0) << 20
         self._store = ResponseStore(kept_bytes) if kept_bytes else None
         self._page = Page(frontend, page)
-        self._scores = Scores(frontend, config.reranker, limit_bytes)
+        self._embeddings = Embeddings(frontend, limit_bytes)
+        self._scores = Reranker(frontend, config.reranker, limit_bytes)
         self._jobs: BatchJobs | None = None
         if config.batch_folder:
             folder = BatchFolder(Path(config.batch_folder).expanduser())
-            self._jobs = BatchJobs(folder, InsideDoor(self._generation).answer)
+            self._jobs = BatchJobs(folder, InsideDoor(self._generation, self._embeddings).answer)
 
     @property
     def ready(self) -> bool:
@@ -120,7 +122,7 @@ class HttpRoutes:
             "/v1/completions": Endpoint(guard, "POST", generation.completions, logs=True),
             "/v1/chat/completions": Endpoint(guard, "POST", generation.chats, logs=True),
             "/v1/chat/completions/render": Endpoint(guard, "POST", generation.rendered_chat),
-            "/v1/embeddings": Endpoint(guard, "POST", self._embeddings),
+            "/v1/embeddings": Endpoint(guard, "POST", self._embeddings.embeddings),
             **{
                 path: Endpoint(guard, "POST", self._scores.rerank)
                 for path in ("/v1/rerank", "/v2/rerank", "/rerank")
@@ -312,15 +314,6 @@ class HttpRoutes:
     async def _alive(self, exchange: Exchange) -> None:
         """Replies 200 also during a drain and without workers: a restart would mend neither."""
         await exchange.reply(b"{}")
-
-    async def _embeddings(self, exchange: Exchange) -> None:
-        name = self._frontend.model.name
-        raise HttpRefusal(
-            f"model {name!r} is not an embedding model: it generates text; use an embedding model's"
-            " own server for /v1/embeddings",
-            404,
-            "not_found",
-        )
 
     async def _openapi(self, exchange: Exchange) -> None:
         await exchange.reply(openapi_json())

@@ -62,7 +62,7 @@ class _Scored(NamedTuple):
     tokens: int
 
 
-class Scores:
+class Reranker:
     """`form`: a key of `FORMS`, "none", or "auto" for a form by the model's name."""
 
     def __init__(self, frontend: Frontend, form: str, limit_bytes: int) -> None:
