@@ -268,8 +268,12 @@ class ServiceConfig(Settings):
             detects it from the chat template. "none" disables tool parsing.
         reasoning_parser: Format of the reasoning that the model writes before its answer. "auto"
             and "none" are as for tool calls.
+        reranker: Form of the prompts of /v1/score and /v1/rerank: "qwen3", or "none" without these.
+            "auto": "qwen3" for a model with "rerank" in its name.
         kept_responses_mib: Memory for responses of /v1/responses that later requests may continue,
             in MiB. 0 keeps none. None: 64, or 0 for a router that may be one of several.
+        batch_folder: Folder for /v1/files and /v1/batches, of this server alone. Default: no such
+            API.
         lora_modules: LoRA adapters to offer from the start, as name=folder,name=folder.
         max_message_bytes: Largest body of an HTTP request, and largest gRPC message of a client,
             in bytes.
@@ -299,7 +303,9 @@ class ServiceConfig(Settings):
     http_cors_origins: Annotated[str, HTTP] = ""
     tool_parser: Annotated[str, HTTP] = "auto"
     reasoning_parser: Annotated[str, HTTP] = "auto"
+    reranker: Annotated[str, OneOf(("auto", "none", "qwen3"))] = "auto"
     kept_responses_mib: Amount | None = None
+    batch_folder: File = ""
     lora_modules: Annotated[str, HTTP] = ""
     max_message_bytes: Count = 32 << 20
     drain_seconds: Annotated[NotNegative, SERVICE] = 30.0

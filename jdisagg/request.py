@@ -33,6 +33,8 @@ MAX_ALLOWED_TOKENS = 16_384
 MAX_BAD_WORDS = 64
 INT32 = 2**31 - 1
 
+_ANY_TEXT = "(?s:.*)"
+
 Identity = tuple[str, str, int]
 
 
@@ -77,14 +79,37 @@ class GrammarKind(enum.Enum):
 
 
 @dataclass(frozen=True, slots=True)
+class Thought:
+    """Limits the number of reasoning tokens of an answer.
+
+    Attributes:
+        budget: Number of reasoning tokens after which the reasoning is ended.
+        begin, end: Text of the markers around reasoning.
+        closings: Token ids that end the reasoning. The second tuple, if any, is used from the
+            second time on.
+        begun: Whether the prompt ends within reasoning.
+        in_parts: Whether reasoning may begin anywhere in the answer, and more than once. If False,
+            only the beginning of the answer may be reasoning.
+    """
+
+    budget: int
+    begin: str
+    end: str
+    closings: tuple[tuple[int, ...], ...]
+    begun: bool = False
+    in_parts: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class Grammar:
     """Constraint on the answer's text. Each token is chosen so that the answer can still match the
     grammar, and the answer can end only where the grammar allows. An answer that reaches its length
     limit is the beginning of a matching text. Compilation (`jdisagg.grammar`) validates the
-    grammar's text."""
+    grammar's text. `thought`: limit of the answer's reasoning, or None."""
 
     kind: GrammarKind
     text: str = ""
+    thought: Thought | None = None
 
     def __post_init__(self) -> None:
         try:
@@ -99,6 +124,15 @@ class Grammar:
                 f"grammar: the {self.kind.value} has {size_bytes} bytes; at most"
                 f" {MAX_GRAMMAR_BYTES} are allowed; simplify it"
             )
+
+    @property
+    def free(self) -> bool:
+        """Whether only `thought` restricts the answer."""
+        return self.kind is GrammarKind.REGEX and self.text == _ANY_TEXT
+
+    @classmethod
+    def of_any_text(cls, thought: Thought | None = None) -> "Grammar":
+        return cls(GrammarKind.REGEX, _ANY_TEXT, thought)
 
     @classmethod
     def of_choices(cls, choices: Sequence[str]) -> "Grammar":
@@ -256,8 +290,8 @@ Biases = Mapping[int, float] | Sequence[tuple[int, float]]
 
 
 class SamplingOptions(TypedDict, total=False):
-    """Keyword arguments of a generation: the fields of `SamplingParams`, for type checkers, and two
-    fields that are converted to a grammar.
+    """Keyword arguments of a generation: the fields of `SamplingParams`, for type checkers, and
+    three fields that are converted to a grammar.
 
     If an option is absent or None, the model's default (`ModelInfo.sampling`) is used, or else the
     general default. The general default of `max_tokens` is 256, or fewer if the prompt leaves less
@@ -286,6 +320,10 @@ class SamplingOptions(TypedDict, total=False):
         Annotated[Sequence[int], Rule("the only tokens to choose", most=MAX_ALLOWED_TOKENS)] | None
     )
     bad_words: Annotated[Sequence[str], Rule("not in the answer", most=MAX_BAD_WORDS)] | None
+    thinking_budget: (
+        Annotated[int, Rule("number of reasoning tokens after which reasoning is ended", 0, INT32)]
+        | None
+    )
     prompt_logprobs: int | None
 
 
@@ -359,6 +397,10 @@ class Request:
             new number, so that it does not receive the earlier stream.
         cache_scope: Scope within the tenant in which cached KV is shared, computed by the API.
         images: Images of the prompt, in order. `prompt_token_ids` already holds their tokens.
+        pooling: "last" or "mean" for an embedding in place of log-probabilities of the prompt: the
+            hidden state of the last token, or the sum over all tokens, after the last norm.
+        prefill_only: Whether the answer ends with the token that the prefill chooses, so that a
+            prefill worker sends no KV.
     """
 
     request_id: str
@@ -373,6 +415,8 @@ class Request:
     cache_scope: str = ""
     adapter: Adapter | None = None
     images: tuple[PromptImage, ...] = ()
+    pooling: str = ""
+    prefill_only: bool = False
 
     def __post_init__(self) -> None:
         if self.images:

@@ -16,6 +16,7 @@ GROUPS = {
     "Run": {
         "generate": "complete a prompt in this process",
         "serve": "serve a model from one process, over gRPC and an OpenAI-compatible API",
+        "run_batch": "answer the requests of a batch file",
         "ask": "send a prompt to a server and stream the answer",
     },
     "Cluster": {

@@ -47,7 +47,7 @@ FIRST = (
     "config", "model", "mode", "prefill", "decode", "prefill_workers", "decode_workers", "gpus",
     "context_tokens", "weights", "kv_dtype", "slots_per_rank", "memory_fraction", "hardware",
     "prefix_cache", "host", "port", "http_port", "served_model_name", "token_file", "metrics_port",
-    "target", "role", "router", "output", "set",
+    "target", "role", "router", "input", "output", "set",
 )  # fmt: skip
 ENVIRONMENT = "An environment variable JDISAGG_NAME sets flag --name, if it is not given."
 FEW = 20  # --help of a command with at most this many flags shows all
@@ -276,6 +276,7 @@ ARGUMENTS: dict[str, dict[str, CommandFlag]] = {
         "keep": flag(str, None, "File with the state of training, to continue from."),
     },
     "Files": {
+        "input": flag(str, None, "File to read."),
         "output": flag(str, None, "File to write."),
         "json": flag(str, None, "File for the figures as JSON."),
         "out": flag(str, None, "Folder for requests.csv, report.json and plots."),
@@ -337,6 +338,7 @@ HTTP_TARGET = ("localhost:8000", "Address of the HTTP API: host:port or URL.")
 OBSERVE, SERVICE, HTTP = shown("observe"), shown("service"), shown("http")
 ENGINE = ("config", "revision", *shown("engine"), "set")
 SAMPLING = ("max_tokens", "temperature", "top_k", "top_p", "seed", "ignore_eos", "chat")
+_SHORT = {"input": "i", "output": "o"}
 _DEFINE = {
     int: absl.DEFINE_integer,
     float: absl.DEFINE_float,
@@ -350,6 +352,7 @@ def _define(
     values: absl.FlagValues, name: str, flag: CommandFlag, default: object, required: bool
 ) -> None:
     options: dict[str, object] = {"flag_values": values, "required": required}
+    options["short_name"] = _SHORT.get(name)
     if flag.form.values:
         absl.DEFINE_enum(name, default, list(flag.form.values), flag.text, **options)  # type: ignore[arg-type]
         return

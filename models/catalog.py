@@ -160,6 +160,7 @@ def read_config(hf: HfConfig) -> DecoderConfig:
         )
     architectures = hf.names("architectures")
     names = {family.architecture.lower(), family.saved.lower()}
+    names |= {name.replace("forcausallm", "model") for name in names}  # without the head
     if architectures and names.isdisjoint(name.lower() for name in architectures):
         raise hf.error(
             "architectures",

@@ -53,6 +53,7 @@ _HARMLESS = re.compile(
 )
 _LISTED = 8
 _EMBEDDING, _HEAD = STEM["embedding"], STEM["head.kernel"]
+_OF_BODY = ("embed_tokens.", "layers.", "norm.")
 _COMPARED_ROWS = 4096
 _log = logging.getLogger(__name__)
 
@@ -266,6 +267,8 @@ def open_files(directory: Path, hf: HfConfig) -> CheckpointTensors:
     matrices appear as float matrices under their unquantized names."""
     files = SafetensorsFiles.from_directory(directory).text_part()
     files = files.renamed(RENAMED.get(str(hf.fields.get("model_type")), ()))
+    if _EMBEDDING not in files.shapes():  # saved without the head, as embedding models are
+        files = files.renamed([(part, f"model.{part}") for part in _OF_BODY])
     stated = stored_quantization(hf)
     return files if stated is None else QuantizedFiles(files, stated, str(directory))
 
@@ -275,6 +278,8 @@ def _is_tied(
 ) -> bool:
     if served:
         return path_name(("head", "kernel")) not in files.shapes()
+    if _HEAD not in files.shapes() and (directory / "modules.json").is_file():
+        return True  # an embedding model's head is not used
     if not config.tied or not _has_own_head(files):
         return config.tied
     _log.warning(

@@ -11,6 +11,7 @@ from pathlib import Path
 import tokenizers
 
 from jdisagg.errors import CheckpointError, InvalidRequestError
+from jdisagg.prompt.embedding import EmbeddingForm
 from jdisagg.request import MAX_EOS_IDS, SamplingDefaults
 from models.chat_template import ChatTemplate
 from models.generation_config import read_object, read_sampling_defaults, stated_eos_ids
@@ -47,6 +48,7 @@ class Tokenizer:
         chat_templates: Mapping[str, str],
         sampling_defaults: SamplingDefaults = NO_WISHES,
         images: ImageProcessor | None = None,
+        embedding: EmbeddingForm | None = None,
     ) -> None:
         backend.no_truncation()
         backend.no_padding()
@@ -57,6 +59,7 @@ class Tokenizer:
         self.eos_ids = tuple(eos_ids)
         self.sampling_defaults = sampling_defaults
         self.images = images
+        self.embedding = embedding
         added = backend.get_added_tokens_decoder()
         self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         bos = special_tokens.get("bos_token")
@@ -90,6 +93,7 @@ class Tokenizer:
             chat_templates=_find_templates(directory, settings),
             sampling_defaults=read_sampling_defaults(directory),
             images=read_image_processor(directory, backend.id_to_token, backend.token_to_id),
+            embedding=EmbeddingForm.from_directory(directory),
         )
 
     @property

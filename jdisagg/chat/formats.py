@@ -5,11 +5,12 @@ reasoning that the template contains. The name of a format is that of vLLM's fla
 supports the format."""
 
 import functools
+import re
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 from jdisagg.chat.answer import AnswerDelta, AnswerParser
-from jdisagg.chat.harmony import CHANNEL, HarmonyParser
+from jdisagg.chat.harmony import CHANNEL, END, MESSAGE, START, HarmonyParser
 from jdisagg.chat.harmony import MARKS as HARMONY_MARKS
 from jdisagg.chat.json_calls import HermesParser, JsonToolParser, LlamaParser, MistralParser
 from jdisagg.chat.marked_calls import DeepSeekParser, KimiParser
@@ -68,6 +69,8 @@ TOOL_PARSERS: dict[str, type[ToolParser]] = {
 }
 # gpt-oss's parser separates both calls and reasoning. Either of these names selects it.
 HARMONY, HARMONY_REASONING = "openai", "openai_gptoss"
+# What precedes the next part of an answer of gpt-oss, and the header of the content.
+NEXT_PART, FINAL = f"{START}assistant", f"{CHANNEL}final{MESSAGE}"
 TOOL_FORMS = (*TOOL_PARSERS, HARMONY)
 _NO_TOOL: Schemas = {"": {}}  # for a parser that only drops markers around content
 _THINK = Marks("<think>", "</think>")
@@ -128,11 +131,14 @@ class AnswerFormat:
         tools: One of `TOOL_FORMS`, or None if the model generates no tool calls.
         reasoning: A key of `REASONING`, or None if the model generates no reasoning.
         shows_tools: Whether the chat template puts descriptions of tools into the prompt.
+        blanks: Line breaks that the chat template writes before and after the marker that ends
+            reasoning.
     """
 
     tools: str | None = None
     reasoning: str | None = None
     shows_tools: bool = False
+    blanks: tuple[str, str] = ("", "")
 
     @classmethod
     def of(
@@ -155,7 +161,8 @@ class AnswerFormat:
         reasoning = _chosen("service.reasoning_parser", reasoning_parser, REASONING)
         if reasoning_parser == AUTO:
             reasoning = next((name for sign, name in _REASONING_SIGNS if sign in template), None)
-        return cls(tools, reasoning, shows_tools)
+        blanks = _blanks(REASONING[reasoning].end, template) if reasoning else ("", "")
+        return cls(tools, reasoning, shows_tools, blanks)
 
     @property
     def marks(self) -> Marks | None:
@@ -178,6 +185,15 @@ class AnswerFormat:
     def in_headers(self) -> bool:
         """Whether headers separate reasoning, content and calls (gpt-oss)."""
         return self.tools == HARMONY or self.reasoning == HARMONY_REASONING
+
+    def closings(self, tools: Schemas) -> tuple[str, ...]:
+        """Returns the texts that end reasoning, and begin what follows it. The second text, if any,
+        is for reasoning that begins again after the first."""
+        if self.in_headers:
+            last = f"{END}{NEXT_PART}{FINAL}"
+            return (f"{END}{NEXT_PART}", last) if tools else (last,)
+        before, after = self.blanks
+        return () if self.marks is None else (f"{before}{self.marks.end}{after}",)
 
     def takes_apart(self, tools: Schemas) -> bool:
         return self.marks is not None or bool(self.tools and tools)
@@ -240,6 +256,13 @@ class _ReasoningAndCalls:
                 self._within = None
         said = self._calls.push(thought.content)
         return AnswerDelta(said.content, reasoning, said.calls)
+
+
+def _blanks(end: str, template: str) -> tuple[str, str]:
+    """The template's line breaks are characters, or escapes within a string."""
+    found = re.findall(rf"((?:\\n|\n)*){re.escape(end)}((?:\\n|\n)*)", template)
+    after = max([after.replace("\\n", "\n") for _, after in found], key=len, default="")
+    return "\n" if any(before for before, _ in found) else "", after
 
 
 def _chosen(field: str, name: str, known: Collection[str]) -> str | None:

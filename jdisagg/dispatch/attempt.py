@@ -105,6 +105,8 @@ class Attempt:
         self._placement = placement
         decision = placement.decision
         began = self._context.clock.now()
+        if self._run.request.prefill_only and decision.prefill is not None:
+            return await self._prefill_alone(decision.prefill)
         computes = decision.prefill is None or self._resumes(decision.decode)
         try:
             held = self._held = await reserve(
@@ -153,7 +155,9 @@ class Attempt:
     async def _hand_off(self, held: ReservationHandle, prefill: str) -> None:
         source = self._name_source(prefill, held)
         decoding = self._begin(self._decode(held, source))
-        self._prefilling = self._begin(self._prefill(held, source, held.reservation.cached_tokens))
+        self._prefilling = self._begin(
+            self._prefill_for(held, source, held.reservation.cached_tokens)
+        )
         try:
             while (failure := await self._failure(decoding)) is not None:
                 await self._failover(held, decoding, failure)
@@ -164,6 +168,20 @@ class Attempt:
             raise
         if not decoding.done() or not _succeeded(self._prefilling):
             await to_the_end(self._end_hand_off(decoding))
+
+    async def _prefill_alone(self, worker: str) -> None:
+        """The answer ends with the first token, so nothing is reserved or handed over."""
+        weights = self._context.placer.weights(worker)
+        self._source = self._new_source(worker, weights)
+        self.received = True
+        try:
+            await self._prefill(self._source, "", 0, weights)
+        except JdisaggError as error:
+            self._blame(worker, error)
+            raise
+        finally:
+            await to_the_end(self._release(self._times.close_seconds))
+        self._ended |= {child.index for child in self.children}
 
     async def _failure(self, decoding: Part) -> UnavailableError | OverloadedError | None:
         while True:
@@ -231,10 +249,15 @@ class Attempt:
             raise
         self._deviated("sources_replaced")
         if kept is not None:
-            self._prefilling = self._begin(self._prefill(held, source, kept))
+            self._prefilling = self._begin(self._prefill_for(held, source, kept))
+
+    async def _prefill_for(
+        self, held: ReservationHandle, source: HandoffSource, from_token: int
+    ) -> None:
+        await self._prefill(source, held.worker, from_token, held.reservation.weights)
 
     async def _prefill(
-        self, held: ReservationHandle, source: HandoffSource, from_token: int
+        self, source: HandoffSource, destination: str, from_token: int, weights: str
     ) -> None:
         peer, peer_tokens = self._peer_of(source.worker)
         held_tokens = held.reservation.cached_tokens
@@ -246,13 +269,13 @@ class Attempt:
             attempt=self.number,
             children=self.children,
             handoff_id=source.handoff_id,
-            destination=held.worker,
+            destination=destination,
             from_token=from_token,
             deadline_seconds=self._run.remaining_seconds(),
             age_seconds=self._run.age_seconds(),
             peer=peer,
             peer_tokens=peer_tokens,
-            weights=held.reservation.weights,
+            weights=weights,
         )
         self._placement.prefill_sent()
         reply = await self._context.cluster.prefill_port(source.worker).prefill(call)
@@ -267,7 +290,7 @@ class Attempt:
                     self._had[first.child],
                     (first.token_id,),
                     (first.logprobs,) if first.logprobs else (),
-                    held.reservation.weights,
+                    weights,
                 )
 
     async def _decode(self, held: ReservationHandle, source: HandoffSource | None) -> None:

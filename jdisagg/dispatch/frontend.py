@@ -10,11 +10,12 @@ import contextlib
 import dataclasses
 import functools
 import math
+import re
 import uuid
 from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import TYPE_CHECKING, Protocol, Unpack
 
-from jdisagg.chat.formats import AnswerFormat
+from jdisagg.chat.formats import FINAL, NEXT_PART, AnswerFormat
 from jdisagg.chat.messages import ChatPrompt, ToolChoice
 from jdisagg.clock import MonotonicClock
 from jdisagg.config import LimitsConfig
@@ -67,6 +68,8 @@ from jdisagg.request import (
     SamplingOptions,
     SamplingParams,
     StreamEvent,
+    Thought,
+    parameters_of,
 )
 
 if TYPE_CHECKING:  # the client imports this module, and no router
@@ -75,6 +78,7 @@ if TYPE_CHECKING:  # the client imports this module, and no router
 MAX_NAME_BYTES = 256
 MAX_PRIORITY = 2**31 - 1
 PLAIN = AnswerFormat()
+_BUDGET = parameters_of(SamplingOptions)["thinking_budget"][1]
 
 
 class ServingPath(Protocol):
@@ -197,7 +201,9 @@ class Frontend:
         if resumption is not None:
             self._check_resumption(resumption, len(token_ids), sampling)
         ends = (
-            () if sampling.ignore_eos and sampling.grammar is None else self.prompts.codec.eos_ids
+            ()
+            if sampling.ignore_eos and (sampling.grammar is None or sampling.grammar.free)
+            else self.prompts.codec.eos_ids
         )
         images = await self.prompts.images.read(encoded.placed)
         return Request(
@@ -230,6 +236,7 @@ class Frontend:
         self._check_option_ids(options)
         size_bytes = self.prompts.check(prompt)
         chat = chat_of(prompt)
+        budget = options.get("thinking_budget")
         options, origin = restricted(chat, options, self.prompts.codec.eos_ids)
         sampling = sampling_params(options, self.model.sampling, self.model.context_tokens)
         if sampling.grammar is not None:
@@ -247,10 +254,52 @@ class Frontend:
                 )
             # The parser needs the markers, which may be special tokens.
             sampling = dataclasses.replace(sampling, skip_special_tokens=False)
-            if sampling.grammar is not None and not origin and not self._answers.in_headers:
+            open_to_thought = not self._answers.in_headers or budget is not None
+            if sampling.grammar is not None and not origin and open_to_thought:
                 opened = await self._opened(chat, sampling.grammar, encoded.token_ids)
                 sampling = dataclasses.replace(sampling, grammar=opened)
+        if budget is not None:
+            sampling = await self._limited(budget, chat, sampling, encoded.token_ids, origin)
         return encoded, sampling
+
+    async def _limited(
+        self,
+        budget: int,
+        chat: ChatPrompt | None,
+        sampling: SamplingParams,
+        prompt_ids: Sequence[int],
+        origin: str,
+    ) -> SamplingParams:
+        """Limits the reasoning of the answer. A forced tool call has no reasoning."""
+        _BUDGET.check("thinking_budget", budget)
+        form, codec, marks = self._answers, self.prompts.codec, self._answers.marks
+        if marks is None:
+            raise InvalidRequestError(
+                f"thinking_budget={budget} is not supported: the chat template of"
+                f" {self.model.name!r} has no reasoning whose form the server knows; leave it out"
+            )
+        if origin == "tools":
+            return sampling
+        grammar = sampling.grammar or Grammar.of_any_text()
+        if origin or not may_think_or_call(grammar):
+            raise InvalidRequestError(
+                f"thinking_budget={budget} cannot be used with {origin or 'this grammar'}, which"
+                " restricts the whole answer and leaves no reasoning to limit; leave one of them"
+                " out"
+            )
+        if grammar.free:
+            await self._check_grammar(grammar, "thinking_budget")
+        if chat is not None:
+            begun = thinks(form, chat, prompt_ids, codec)
+        else:
+            begun = marks.open_in(await self.detokenize(prompt_ids, skip_special_tokens=False))
+        closings = tuple(
+            tuple(codec.encode(text, add_special_tokens=False))
+            for text in form.closings(chat.callable_tools if chat is not None else {})
+        )
+        thought = Thought(budget, marks.begin, marks.end, closings, begun, form.in_headers)
+        grammar = dataclasses.replace(grammar, thought=thought)
+        return dataclasses.replace(sampling, grammar=grammar)
 
     async def _opened(
         self, chat: ChatPrompt, grammar: Grammar, prompt_ids: Sequence[int]
@@ -262,7 +311,9 @@ class Frontend:
         marks = form.marks and (self._marker(form.marks.begin), self._marker(form.marks.end))
         begun = thinks(form, chat, prompt_ids, codec)
         with contextlib.suppress(InvalidRequestError):
-            made = with_thought_and_calls(grammar, marks, begun, calls)
+            headers = (self._marker(NEXT_PART), self._marker(FINAL))
+            more = {"headers": headers} if form.in_headers else {}
+            made = with_thought_and_calls(grammar, marks, begun, calls, **more)
             await self._check_grammar(made, "")
             return made
         return grammar
@@ -434,6 +485,9 @@ class Frontend:
 
 
 def _marker(codec: ChatTokenizer, text: str) -> str:
+    parts = [part for part in re.split(r"(<\|\w+\|>)", text) if part]
+    if len(parts) > 1:
+        return " ".join(_marker(codec, part) for part in parts)
     found = [
         token_id
         for token_id in codec.encode(text, add_special_tokens=False)

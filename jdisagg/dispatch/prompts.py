@@ -34,6 +34,7 @@ from jdisagg.dispatch.image_reader import (
 from jdisagg.dispatch.options import utf8_bytes
 from jdisagg.errors import InvalidRequestError
 from jdisagg.layout.axes import Layout
+from jdisagg.prompt.embedding import EmbeddingForm
 from jdisagg.request import SamplingDefaults, foreign_token
 
 THREAD_ABOVE_BYTES = 8 << 10
@@ -46,7 +47,8 @@ PROBE_CHARACTERS_PER_TOKEN = 32
 class ChatTokenizer(Protocol):
     """The model's tokenizer. `encode` adds the BOS token, or omits it if `add_special_tokens` is
     False. `token_bytes` returns the bytes that a token adds to a text. `special_ids` are the tokens
-    that `decode` omits. `images` is None if the model reads no images."""
+    that `decode` omits. `images` is None if the model reads no images, and `embedding` is None if
+    it makes no embeddings."""
 
     @property
     def eos_ids(self) -> tuple[int, ...]: ...
@@ -58,6 +60,8 @@ class ChatTokenizer(Protocol):
     def special_ids(self) -> Collection[int]: ...
     @property
     def images(self) -> ChatImageProcessor | None: ...
+    @property
+    def embedding(self) -> EmbeddingForm | None: ...
     def token_bytes(self, token_id: int) -> bytes: ...
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]: ...
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str: ...

@@ -249,16 +249,19 @@ class RequestRun:
         self._unfinished = len(self.open_children)
 
     def accept_prompt(self, logprobs: PromptLogprobs | None) -> None:
-        """Stores the prompt's log-probabilities if they are complete. They are sent with the next
-        event, and later attempts do not request them."""
+        """Stores the prompt's log-probabilities, or its hidden state, if they are complete. They
+        are sent with the next event, and later attempts do not request them."""
+        if logprobs is None:
+            return
         wanted = self.request.sampling.prompt_logprobs is not None
-        if logprobs is not None and wanted and len(logprobs) + 1 == self.prompt_tokens:
+        whole = wanted and len(logprobs) + 1 == self.prompt_tokens
+        if logprobs.hidden if self.request.pooling else whole:
             self._prompt_logprobs = logprobs
             self._ask_no_more_of_prompt()
 
     def _ask_no_more_of_prompt(self) -> None:
         sampling = replace(self.request.sampling, prompt_logprobs=None)
-        self.request = replace(self.request, sampling=sampling)
+        self.request = replace(self.request, sampling=sampling, pooling="")
 
     def accept(
         self,

@@ -21,7 +21,12 @@ from jdisagg.executor.grammar_rows import GrammarRows
 from jdisagg.executor.image_programs import ImagePrograms
 from jdisagg.executor.mixed_program import MixedPrograms
 from jdisagg.executor.page_pool import Pools
-from jdisagg.executor.prefill_program import ChunkArrays, ChunkForm, PrefillPrograms
+from jdisagg.executor.prefill_program import (
+    ChunkArrays,
+    ChunkForm,
+    PrefillPrograms,
+    asks_of_prompts,
+)
 from jdisagg.executor.prefill_sampler import PrefillSampler
 from jdisagg.executor.prefill_stages import PrefillStages
 from jdisagg.executor.programs import MissingProgram, Programs
@@ -150,7 +155,13 @@ class MeshExecutor:
         self._sampler = PrefillSampler(
             last.programs, last.weights, self._shards, limits, self._rows, self._grammars
         )
-        self._scorer = PromptScorer(last.programs, last.weights, self._shards, model.vocabulary)
+        self._scorer = PromptScorer(
+            last.programs,
+            last.weights,
+            self._shards,
+            model.vocabulary,
+            limits.computed.rows_per_chunk,
+        )
         self._decode = self._decode_stages() if role.decode else None
         self._mixed = (
             MixedPrograms(*last, self._shards, limits, self._rows, self._decode.only)
@@ -328,8 +339,9 @@ class MeshExecutor:
         # First tokens are sampled before blocks are cut and offered, because the client waits for
         # them.
         chosen = self._sampler.run(command, x, chunk.form.every_token)
-        scores = self._scorer.run(command, x) if chunk.form.every_token else None
-        start_reading((*(chosen or ()), *sums, *(scores or ())))
+        asked = asks_of_prompts(command)
+        scores = self._scorer.run(command, x, chunk.form.every_token) if asked else ()
+        start_reading((*(chosen or ()), *sums, *scores))
         for row in command.rows:
             for offer in row.offers:
                 assert self._sums is not None, "this instance hands nothing off"

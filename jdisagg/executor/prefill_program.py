@@ -30,6 +30,7 @@ from jdisagg.messages.step_commands import PrefillChunk, PrefillRow
 from jdisagg.model_api import AdapterRows, Attend, DraftLayer, Shards
 from jdisagg.ops.kv_rows import block_of
 from jdisagg.prompt.images import spatial_positions
+from jdisagg.prompt.logprobs import LAST
 from jdisagg.scheduler.executor import MeshLimits
 
 
@@ -155,13 +156,14 @@ class ChunkArrays:
 
 
 def _form_of(command: PrefillChunk, limits: MeshLimits, platform: str) -> ChunkForm:
-    if asks_of_prompts(command):
+    if any(row.prompt_logprobs not in (None, LAST) for row in command.rows):
         return ChunkForm(packed=True, every_token=True)
     packed = any(row.offset > 0 or len(row.samples) > 1 for row in command.rows)
     return ChunkForm(packed or ChunkForm() not in chunk_forms(limits, platform))
 
 
 def asks_of_prompts(command: PrefillChunk) -> bool:
+    """Returns whether log-probabilities or hidden states of prompts are wanted."""
     return any(row.prompt_logprobs is not None for row in command.rows)
 
 

@@ -4,7 +4,8 @@ tokens of a prefill chunk.
 The head runs in blocks of tokens, so that the logits of a whole chunk are never materialised
 (except by `PromptScorer.logits`), and each device keeps its part of the vocabulary."""
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -20,7 +21,7 @@ from jdisagg.messages.step_commands import PrefillChunk, PrefillRow
 from jdisagg.model_api import Shards
 from jdisagg.ops.quarantine import reveal
 from jdisagg.ops.token_scores import WHOLE, TokenScores, VocabularyShard, token_scores
-from jdisagg.prompt.logprobs import PromptLogprobs
+from jdisagg.prompt.logprobs import LAST, SUM, PromptLogprobs
 from jdisagg.request import MAX_TOP_LOGPROBS
 
 # 32 MB of float32 logits for a vocabulary of 128k on one device.
@@ -28,15 +29,47 @@ BLOCK_TOKENS = 64
 
 
 class PromptScorer:
+    """`rows`: largest number of rows of a chunk on one dp rank."""
+
     def __init__(
-        self, programs: Programs, weights: Weights, shards: Shards, vocabulary: int
+        self, programs: Programs, weights: Weights, shards: Shards, vocabulary: int, rows: int
     ) -> None:
         self._programs, self._weights, self._shards = programs, weights, shards
-        self._vocabulary = vocabulary
+        self._vocabulary, self._rows = vocabulary, rows
 
-    def run(self, command: PrefillChunk, x: jax.Array) -> TokenScores:
-        """Issues the program that computes, for each token, the log-probability of the next token.
-        `x` [ranks, T, D] are the activations of all tokens after the last layer."""
+    def run(self, command: PrefillChunk, x: jax.Array, every_token: bool) -> tuple[jax.Array, ...]:
+        """Issues the programs that compute what the rows ask for: for each token, the
+        log-probability of the next token (the fields of `TokenScores`), and hidden states, float32
+        [ranks, R, D]. `x` is as in `PrefillSampler.run`."""
+        scores = self._scores(command, x) if _scored(command) else ()
+        return (*scores, self._hidden(command, x, every_token)) if _pooled(command) else (*scores,)
+
+    def _hidden(self, command: PrefillChunk, x: jax.Array, every_token: bool) -> jax.Array:
+        stem, programs, count = self._weights.head, self._programs, self._rows
+        taken = np.zeros((x.shape[0], count, x.shape[1]), np.float32)
+        for row, index in _indexed(command):
+            end = row.offset + len(row.tokens)
+            if row.prompt_logprobs == SUM:
+                taken[row.rank, index, row.offset : end] = 1
+            elif row.prompt_logprobs == LAST and row.samples:
+                taken[row.rank, index, end - 1 if every_token else index] = 1
+
+        def body(leaves: tuple[jax.Array, ...], x: jax.Array, taken: jax.Array) -> Any:
+            head: Any = stem.merge(leaves)
+            y_TD = head.normed(reveal(x[0])).astype(jnp.float32)
+            return programs.readable(jnp.matmul(taken[0], y_TD, precision="highest")[None])
+
+        on_mesh = programs.argument(taken)
+
+        def build() -> Callable[..., jax.Array]:
+            in_specs = (stem.specs, RANK, RANK)
+            return programs.compile(
+                body, (stem.leaves, x, on_mesh), in_specs, programs.readable_spec
+            )
+
+        return programs.get(("hidden", x.shape[1]), build)(stem.leaves, x, on_mesh)
+
+    def _scores(self, command: PrefillChunk, x: jax.Array) -> TokenScores:
         following = np.zeros(x.shape[:2], np.int32)
         for row in command.rows:
             span = slice(row.offset, row.offset + len(row.tokens))
@@ -101,16 +134,37 @@ class PromptScorer:
         return programs.get(("prompt scores", width), build)
 
 
+def _scored(command: PrefillChunk) -> bool:
+    asked = [row.prompt_logprobs for row in command.rows if row.prompt_logprobs is not None]
+    return any(top >= 0 for top in asked)
+
+
+def _pooled(command: PrefillChunk) -> bool:
+    return any((row.prompt_logprobs or 0) < 0 for row in command.rows)
+
+
+def _indexed(command: PrefillChunk) -> Iterator[tuple[PrefillRow, int]]:
+    """Yields each row with its index among the rows of its dp rank."""
+    used: Counter[int] = Counter()
+    for row in command.rows:
+        yield row, used[row.rank]
+        used[row.rank] += 1
+
+
 def read_scores(
-    command: PrefillChunk, scores: TokenScores
+    command: PrefillChunk, scores: Sequence[jax.Array]
 ) -> tuple[tuple[int, PromptLogprobs], ...]:
     """Blocks until they are computed."""
-    host = TokenScores(*map(jax.device_get, scores))
-    return tuple(
-        (row.sequence, _of_row(row, row.prompt_logprobs, host))
-        for row in command.rows
-        if row.prompt_logprobs is not None
-    )
+    host = [jax.device_get(part) for part in scores]
+    read: list[tuple[int, PromptLogprobs]] = []
+    for row, index in _indexed(command):
+        top = row.prompt_logprobs
+        if top is not None and top >= 0:
+            read.append((row.sequence, _of_row(row, top, TokenScores(*host[:4]))))
+        elif top == SUM or (top == LAST and row.samples):
+            hidden = np.asarray(host[-1][row.rank, index], np.float32).tobytes()
+            read.append((row.sequence, PromptLogprobs(top, hidden=hidden)))
+    return tuple(read)
 
 
 def _of_row(row: PrefillRow, top: int, host: TokenScores) -> PromptLogprobs:

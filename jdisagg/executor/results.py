@@ -26,7 +26,6 @@ from jdisagg.messages.step_commands import (
     PullResult,
     SampledToken,
 )
-from jdisagg.ops.token_scores import TokenScores
 from jdisagg.request import TokenLogprobs
 from jdisagg.transfer.channel import Pull
 from jdisagg.transfer.host_store import HostCopy
@@ -67,12 +66,11 @@ class PrefillReading:
     chosen: Chosen | None
     sums: ChunkSums
     in_order: bool = True
-    scores: TokenScores | None = None
+    scores: tuple[jax.Array, ...] = ()  # of `PromptScorer.run`
 
     def is_ready(self) -> bool:
         last = self.last if self.chosen is None else self.chosen.token
-        scored = self.scores[:1] if self.scores else ()
-        return all(map(is_ready, (last, *self.sums.groups, *scored)))
+        return all(map(is_ready, (last, *self.sums.groups, *self.scores)))
 
     def result(self) -> PrefillResult:
         prompts = read_scores(self.command, self.scores) if self.scores else ()

@@ -20,13 +20,17 @@ _BLANKS = r"/\n{0,2}/"
 
 
 def may_think_or_call(grammar: Grammar | None) -> bool:
-    """Returns whether the grammar is a result of `with_thought_and_calls`, so that the answer may
-    contain reasoning or tool calls."""
-    return grammar is not None and grammar.text.startswith(_HEAD)
+    """Returns whether the grammar is a result of `with_thought_and_calls` or allows any text, so
+    that the answer may contain reasoning or tool calls."""
+    return grammar is not None and (grammar.free or grammar.text.startswith(_HEAD))
 
 
 def with_thought_and_calls(
-    grammar: Grammar, marks: tuple[str, str] | None, begun: bool, calls: Sequence[str]
+    grammar: Grammar,
+    marks: tuple[str, str] | None,
+    begun: bool,
+    calls: Sequence[str],
+    headers: tuple[str, str] = (_BLANKS, ""),
 ) -> Grammar:
     """Returns a grammar that also allows reasoning before the content, and tool calls instead of
     the content. `grammar` is the grammar of the content. A Lark grammar and an unreadable schema
@@ -36,6 +40,8 @@ def with_thought_and_calls(
         marks: Lark expressions of the markers around reasoning, or None if the model generates no
             reasoning.
         calls: Lark expressions of tool calls, which may replace the content.
+        headers: Lark expressions of the text after reasoning, and of the text before the content
+            with and without reasoning.
     """
     content = _content(grammar)
     if content is None:
@@ -47,8 +53,9 @@ def with_thought_and_calls(
         # If the end marker is text and not a token, the reasoning ends at its first occurrence.
         lazy = "[lazy]" if end.startswith('"') else ""
         lines.append(f"chat_reasoning{lazy}: TEXT {end}")
-        thought = f"chat_reasoning {_BLANKS}"
-        thought = thought if begun else f"({begin} {thought})?"
+        after, before = headers
+        thought = f"chat_reasoning {after}"
+        thought = f"{thought if begun else f'({begin} {thought})?'} {before}"
     lines.append(f"chat_thought: {thought}")
     return Grammar(GrammarKind.LARK, _HEAD + "\n".join((*lines, TEXT)))
 

@@ -8,6 +8,7 @@ llguidance's limits bound the memory of a grammar and the time to compute a mask
 
 import asyncio
 import contextlib
+import dataclasses
 import json
 import signal
 import sys
@@ -25,6 +26,7 @@ from jdisagg.errors import DeadlineExceededError, InvalidRequestError, Overloade
 from jdisagg.grammar.json_blanks import WHITESPACE, says_itself
 from jdisagg.grammar.matcher import Endings, TokenMatcher, mask_words
 from jdisagg.grammar.schema_forms import for_llguidance, reason_of
+from jdisagg.grammar.thought import ThoughtTracker
 from jdisagg.grammar.trial import MEMORY_BYTES, PROCESSOR_SECONDS, limits, vocabulary_of
 from jdisagg.request import Grammar, GrammarKind, SamplingParams
 
@@ -97,6 +99,7 @@ class GrammarCompiler:
         await self._compiled(grammar, seconds, tried=False)
 
     async def _compiled(self, grammar: Grammar, seconds: float, tried: bool) -> None:
+        grammar = _text_alone(grammar)
         found = self._known.get(grammar)
         if found is None:
             task = self._under_way.get(grammar) or self._begin(grammar, seconds, tried)
@@ -160,9 +163,14 @@ class GrammarCompiler:
     ) -> TokenMatcher:
         """Returns the grammar state of a sequence that has generated `token_ids`. Raises
         InvalidRequestError for an invalid grammar."""
-        inner = _usable(grammar, self._find(grammar)).deep_copy()
-        words = mask_words(self.load().vocab_size)
-        matcher = TokenMatcher(inner, words, sampling, Endings(self._eos_ids, tuple(stop_ids)))
+        tokenizer = self.load()
+        inner, thought = None, None
+        if not grammar.free:
+            inner = _usable(grammar, self._find(_text_alone(grammar))).deep_copy()
+        if grammar.thought is not None:
+            thought = ThoughtTracker(grammar.thought, lambda one: tokenizer.decode_bytes([one]))
+        words, endings = mask_words(tokenizer.vocab_size), Endings(self._eos_ids, tuple(stop_ids))
+        matcher = TokenMatcher(inner, words, sampling, endings, thought)
         matcher.consume(token_ids)
         return matcher
 
@@ -195,6 +203,10 @@ class GrammarCompiler:
         if not tried.is_error():
             tried.compute_bitmask()
         return _first_line(tried.get_error() or "no reason") if tried.is_error() else matcher
+
+
+def _text_alone(grammar: Grammar) -> Grammar:
+    return dataclasses.replace(grammar, thought=None) if grammar.thought else grammar
 
 
 def _usable(grammar: Grammar, found: llguidance.LLMatcher | str) -> llguidance.LLMatcher:

@@ -178,6 +178,7 @@ class PrefillCall(Message, frozen=True):
     the KV to the decode worker.
 
     Attributes:
+        destination: Decode worker, or "" if no KV is offered.
         from_token: First position whose KV is offered under `handoff_id`. If it equals the prompt's
             length, no KV is offered.
         peer: Another worker that probably has the KV of the first `peer_tokens` positions cached,

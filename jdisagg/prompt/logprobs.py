@@ -14,6 +14,10 @@ from jdisagg.plain import Message
 # Cap on the log-probabilities of one prompt, including each token's own. With 8 bytes each, the
 # message that contains them stays well below its size limit.
 MAX_PROMPT_LOGPROBS = 1 << 20
+# In place of the number of most likely tokens: the hidden state of the prompt's last token, or the
+# sum of the hidden states of all tokens.
+LAST, SUM = -1, -2
+POOLINGS = {"last": LAST, "mean": SUM}
 
 
 class PromptToken(NamedTuple):
@@ -30,13 +34,16 @@ class PromptLogprobs(Message, frozen=True):
 
     The fields are packed float32 and int32 numbers. `top_ids` and `top_logprobs` are arrays of
     shape [tokens, top]. Iteration yields one `PromptToken` for each token, and omits entries of
-    `top` with the log-probability -inf."""
+    `top` with the log-probability -inf.
+
+    If `top` is LAST or SUM, there are no log-probabilities but a `hidden` state."""
 
     top: int
     logprobs: bytes = b""
     ranks: bytes = b""
     top_ids: bytes = b""
     top_logprobs: bytes = b""
+    hidden: bytes = b""
 
     @classmethod
     def of(cls, top: int, tokens: Iterable[PromptToken]) -> "PromptLogprobs":
@@ -57,6 +64,9 @@ class PromptLogprobs(Message, frozen=True):
     def joined(cls, parts: Sequence["PromptLogprobs"]) -> "PromptLogprobs":
         if len(parts) == 1:
             return parts[0]
+        if parts[0].top < 0:
+            each = [memoryview(part.hidden).cast("f") for part in parts]
+            return cls(parts[0].top, hidden=array("f", map(sum, zip(*each, strict=True))).tobytes())
         return cls(
             parts[0].top,
             b"".join([part.logprobs for part in parts]),

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from jdisagg.messages.ports import Child
 from jdisagg.messages.step_commands import SampleSpec
 from jdisagg.prompt.images import PromptImage
-from jdisagg.prompt.logprobs import PromptLogprobs
+from jdisagg.prompt.logprobs import LAST, PromptLogprobs
 from jdisagg.request import Request
 from jdisagg.scheduler.priorities import head_start
 from jdisagg.scheduler.residency import Chain
@@ -86,7 +86,8 @@ class Prompt:
 
     @property
     def prompt_logprobs(self) -> int | None:
-        """Number of log-probabilities to return for each prompt token, or None."""
+        """Number of log-probabilities to return for each prompt token, or LAST or SUM for a hidden
+        state, or None."""
         return wanted_of_prompt(self.request, self.children[0].accepted)
 
     @property
@@ -98,7 +99,7 @@ class Prompt:
         """Number of leading positions that are not computed if they are cached."""
         if not self.computes:
             return self.tokens
-        return self.tokens - 1 if self.prompt_logprobs is None else 0
+        return self.tokens - 1 if self.prompt_logprobs in (None, LAST) else 0
 
     @property
     def known_tokens(self) -> int:

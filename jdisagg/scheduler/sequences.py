@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 from jdisagg.messages.step_commands import SampleSpec
 from jdisagg.plain import plain
+from jdisagg.prompt.logprobs import POOLINGS
 from jdisagg.request import FinishReason, Request, TokenLogprobs
 from jdisagg.scheduler.acceptance import Acceptance
 from jdisagg.scheduler.handoff import Handoff
@@ -36,7 +37,8 @@ def wanted_of_prompt(request: Request, accepted: tuple[int, ...]) -> int | None:
     """Returns the number of log-probabilities per prompt token that a prefill must return, or None
     if it must return none. If there are `accepted` tokens, the result is None, because the attempt
     that generated them has returned the log-probabilities."""
-    return None if accepted else request.sampling.prompt_logprobs
+    wanted = POOLINGS.get(request.pooling, request.sampling.prompt_logprobs)
+    return None if accepted else wanted
 
 
 class Stage(enum.Enum):

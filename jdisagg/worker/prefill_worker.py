@@ -144,8 +144,11 @@ class PrefillWorker(MeshWorker):
         start, prompt, ids = task.call.from_token, task.prompt, self._context.ids
         if task.handoff.over:
             return
-        offers = list(offers_of_pages(self._mesh, prompt.rank, start, prompt.cached_tokens, ids))
-        offers += snapshot_offers(self._mesh, prompt.rank, prompt.tokens, ids)
+        offers: list[Offer] = []
+        if task.call.destination:
+            cached = prompt.cached_tokens
+            offers += offers_of_pages(self._mesh, prompt.rank, start, cached, ids)
+            offers += snapshot_offers(self._mesh, prompt.rank, prompt.tokens, ids)
         task.extracting += len(offers) - 1
         for offer in offers:
             pages = self._room.place(offer.kind, prompt.rank, prompt.key, prompt.pages)
@@ -229,7 +232,7 @@ class PrefillWorker(MeshWorker):
             now - call.age_seconds,
             call.attempt,
             destination=call.destination,
-            offers_from=call.from_token,
+            offers_from=call.from_token if call.destination else None,
         )
         until = now + call.deadline_seconds
         return PrefillTask(

@@ -69,15 +69,15 @@ def byte_tokenizer(template: str | None = TEMPLATE) -> Tokenizer:
     """One token per byte, ids 0 to 255 in order of the byte, and an end token: what a text becomes
     is known without it."""
     templates = {} if template is None else {"default": template}
-    return Tokenizer(_backend(), eos_ids=(EOS,), special_tokens={}, chat_templates=templates)
+    return Tokenizer(byte_backend(), eos_ids=(EOS,), special_tokens={}, chat_templates=templates)
 
 
 def byte_grammars() -> GrammarCompiler:
     """Of `byte_tokenizer`."""
-    return GrammarCompiler(lambda: TokenizerText(_backend().to_str(), (EOS,)))
+    return GrammarCompiler(lambda: TokenizerText(byte_backend().to_str(), (EOS,)))
 
 
-def _backend() -> tokenizers.Tokenizer:
+def byte_backend() -> tokenizers.Tokenizer:
     order = tokenizers.pre_tokenizers.ByteLevel.alphabet()
     assert len(order) == 256
     backend = tokenizers.Tokenizer(

@@ -40,10 +40,6 @@ REFUSED: Refused = {
     "truncate_prompt_tokens": ((-1,), "truncate the prompt yourself; /tokenize counts its tokens"),
     "logits_processors": (([],), "use logit_bias"),
     # vLLM's and SGLang's
-    **dict.fromkeys(
-        ("thinking_token_budget", "thinking_budget", "thinking_budget_tokens", "reasoning_budget"),
-        ((-1,), "limit the whole answer with max_tokens"),
-    ),
     "repetition_detection": (({},), "use frequency_penalty or repetition_penalty"),
     "logprob_token_ids": (([],), "ask for the most likely tokens with logprobs"),
     "prompt_embeds": (([],), "send text or token ids"),
@@ -150,7 +146,8 @@ Arguments = Annotated[str, TEXT_OR_JSON]
 
 # Parameters of sampling whose form differs between APIs.
 _OWN = ("max_tokens", "logprobs", "grammar")
-_LOWEST = {"top_k": -1, "top_p": 0.0, "seed": -MAX_SEED - 1}  # lower than engines take
+# Values lower than engines take.
+_LOWEST = {"top_k": -1, "top_p": 0.0, "seed": -MAX_SEED - 1, "thinking_budget": -1}
 _TYPES: dict[object, Any] = {
     tuple[str, ...]: str | list[str],
     Sequence[str]: str | list[str],
@@ -292,12 +289,18 @@ class ChatFields(Form):
 class Reasoning(Form):
     """OpenRouter's field."""
 
-    refused = {
-        "max_tokens": ((0,), "limit the whole answer with max_tokens"),
-        "exclude": ((False,), "leave reasoning_content out of the reply yourself"),
-    }
+    refused = {"exclude": ((False,), "leave reasoning_content out of the reply yourself")}
     effort: str | None = None
     enabled: bool | None = None
+    max_tokens: int | None = None
+
+
+class Budget(Form):
+    """Other servers' names of `thinking_budget`."""
+
+    thinking_token_budget: int | None = None
+    thinking_budget_tokens: int | None = None
+    reasoning_budget: int | None = None
 
 
 class TemplateArguments(Form):
@@ -436,6 +439,58 @@ class MessagesTool(Form):
     input_schema: Annotated[dict[str, object], SCHEMA_OBJECT]
     description: str = ""
     strict: bool = False
+
+
+class PromptOnly(Form):
+    """Fields of requests whose reply has no text of the model."""
+
+    ignored = ("user",)
+    model: str = ""
+    tenant: str = ""
+    cache_salt: str = ""
+    priority: int = 0
+    deadline_seconds: float | None = None
+
+
+_TEXTS = FieldKind("a string or a list of strings", msgspec.json.Decoder(str | list[object]).decode)
+Texts = Annotated[str | list[object], _TEXTS]
+
+
+class Rerank(Form):
+    """Documents are texts, or objects with a `text`. `instruct` is also named `instruction`."""
+
+    refused = {"max_chunks_per_doc": ((), "send shorter documents")}
+    query: str
+    documents: Texts
+    top_n: int | None = None
+    return_documents: bool = True
+    instruct: str | None = None
+    instruction: str | None = None
+
+
+class Score(Form):
+    text_1: Texts
+    text_2: Texts
+    instruct: str | None = None
+    instruction: str | None = None
+
+
+class Embed(Form):
+    """`input_type` is another name of `prompt_name`."""
+
+    refused = {"truncate_prompt_tokens": ((-1,), "truncate the input yourself")}
+    input: Annotated[str | list[object], _PROMPT]
+    dimensions: int | None = None
+    encoding_format: str = "float"
+    prompt_name: str | None = None
+    input_type: str | None = None
+
+
+class BatchFields(Form):
+    input_file_id: str
+    endpoint: str
+    completion_window: str = "24h"
+    metadata: dict[str, object] | None = None
 
 
 class ModelFields(Form):

@@ -30,6 +30,10 @@ _SENT_AS = {
     "max_tokens": ("max_output_tokens", "max_completion_tokens"),
     "stop": ("stop_sequences",),
     "include_stop_str_in_output": ("no_stop_trim",),
+    "thinking_budget": (
+        *("thinking_token_budget", "thinking_budget_tokens", "reasoning_budget"),
+        *("thinking.budget_tokens", "reasoning.max_tokens", "chat_template_kwargs"),
+    ),
     "request_id": ("rid",),
     "cache_salt": ("extra_key",),
 }
@@ -112,10 +116,17 @@ def named_as_sent(fields: Fields) -> Iterator[None]:
     except InvalidRequestError as error:
         option = re.split(r"\W", error.message, maxsplit=1)[0]
         unread = fields.unread()
-        sent = (one for one in _SENT_AS.get(option, ()) if one not in unread and fields.has(one))
+        sent = (one for one in _SENT_AS.get(option, ()) if one not in unread and _has(fields, one))
         if type(error) is not InvalidRequestError or not (name := next(sent, "")):
             raise
         raise InvalidRequestError(name + error.message.removeprefix(option)) from None
+
+
+def _has(fields: Fields, path: str) -> bool:
+    name, _, inner = path.partition(".")
+    if not fields.has(name) or not inner:
+        return fields.has(name)
+    return begins(fields.raw(name), b"{") and fields.part(name).has(inner)
 
 
 def _of_format(format: Fields, *, nested: bool) -> Grammar | None:

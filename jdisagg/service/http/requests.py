@@ -14,6 +14,7 @@ from jdisagg.errors import InvalidRequestError
 from jdisagg.request import MAX_SEED, SamplingOptions, at_most
 from jdisagg.service.grpc.wire_generation import MAX_IDS
 from jdisagg.service.http.bodies import (
+    Budget,
     ChatFields,
     CompletionFields,
     GenerationFields,
@@ -21,15 +22,18 @@ from jdisagg.service.http.bodies import (
     PromptFields,
     ResumptionFields,
     Sampling,
+    TemplateArguments,
 )
 from jdisagg.service.http.chat import chat_prompt
-from jdisagg.service.http.fields import Fields
+from jdisagg.service.http.fields import INTEGER, TEXT, Fields, begins
 from jdisagg.service.http.grammar import grammar_from
 from jdisagg.service.http.response_store import Keep
 from jdisagg.service.http.response_tools import SentTool
 from jdisagg.service.http.resumption import Resumed, resumed_from
 
 MAX_PROMPTS = 256
+# Objects of a chat's request with the field that limits the number of reasoning tokens.
+_BUDGETS = (("thinking", "budget_tokens"), ("reasoning", "max_tokens"))
 MAX_IGNORED_SHOWN = 16
 
 _PLAIN_NAME = re.compile(r"[\w.\[\]$?-]{1,256}", re.ASCII)
@@ -78,7 +82,7 @@ class Asked:
 
 def completion_from(fields: Fields) -> Asked:
     """Raises InvalidRequestError, which names the invalid field."""
-    options, own = sampling_options(fields), fields.fill(CompletionFields)
+    options, own = sampling_options(fields, chat=False), fields.fill(CompletionFields)
     options["max_tokens"] = most = most_tokens(fields)
     options["logprobs"], echo = own.logprobs, own.echo
     told, scored = options.get("prompt_logprobs"), own.logprobs if echo else None
@@ -132,19 +136,27 @@ def most_tokens(fields: Fields) -> int | None:
 
 def completion_prompts(fields: Fields) -> tuple[Prompt, ...]:
     asked = fields.fill(PromptFields)
-    given, text = asked.prompt, str if asked.add_special_tokens else BareText
+    text = str if asked.add_special_tokens else BareText
+    return listed_prompts("prompt", asked.prompt, MAX_PROMPTS, text)
+
+
+def listed_prompts(
+    name: str, given: str | Sequence[object], most: int, text: type[str] = str
+) -> tuple[Prompt, ...]:
+    """Reads the field `name`, which is a text, token ids, or a list of either. `text` is the class
+    of texts."""
     if isinstance(given, str):
         return (text(given),)
     if not given:
-        raise InvalidRequestError("prompt is empty (an empty list); send some text")
+        raise InvalidRequestError(f"{name} is empty (an empty list); send some text")
     if all(isinstance(one, int) for one in given):
-        return (_ids(given),)
-    at_most("prompt", len(given), MAX_PROMPTS)
+        return (_ids(name, given),)
+    at_most(name, len(given), most)
     if all(isinstance(one, str) for one in given):
         return tuple(text(one) for one in given if isinstance(one, str))
     if all(isinstance(one, list) for one in given):
-        return tuple(_ids(one) for one in given if isinstance(one, list))
-    raise InvalidRequestError("prompt mixes texts and token ids; send lists of one kind")
+        return tuple(_ids(name, one) for one in given if isinstance(one, list))
+    raise InvalidRequestError(f"{name} mixes texts and token ids; send lists of one kind")
 
 
 def ignored_header(fields: Fields) -> bytes:
@@ -156,12 +168,12 @@ def ignored_header(fields: Fields) -> bytes:
     return ", ".join([*names, *([f"and {more} more"] if more else [])]).encode("ascii")
 
 
-def _ids(given: Sequence[object]) -> TokenPrompt:
-    at_most("prompt token ids", len(given), MAX_IDS)
+def _ids(name: str, given: Sequence[object]) -> TokenPrompt:
+    at_most(f"{name} token ids", len(given), MAX_IDS)
     return TokenPrompt(tuple(one for one in given if isinstance(one, int)))
 
 
-def sampling_options(fields: Fields) -> SamplingOptions:
+def sampling_options(fields: Fields, *, chat: bool = True) -> SamplingOptions:
     """Reads all options but those whose form differs between APIs."""
     options = cast(SamplingOptions, msgspec.structs.asdict(fields.fill(Sampling)))
     options["grammar"] = grammar_from(fields)
@@ -169,12 +181,29 @@ def sampling_options(fields: Fields) -> SamplingOptions:
         raise InvalidRequestError(
             "allowed_token_ids is empty: no token could be chosen; list some or leave it out"
         )
+    options["thinking_budget"] = _budget(fields, options.get("thinking_budget"), chat)
     if options.get("top_k") == -1:  # means all tokens, as in vLLM
         options["top_k"] = 0
     options["seed"] = _seed(options.get("seed"))
     if options.get("top_p") == 0:  # nothing but the most likely token
         options["top_p"], options["temperature"] = None, 0.0
     return options
+
+
+def _budget(fields: Fields, given: int | None, chat: bool) -> int | None:
+    """Reads the number of reasoning tokens of the answer from the fields of all APIs. -1 means no
+    limit, as in other servers."""
+    found = [given, *msgspec.structs.astuple(fields.fill(Budget))]
+    for name, inner in _BUDGETS if chat else ():
+        if name in fields.names and begins(fields.raw(name), b"{"):
+            part = fields.part(name)
+            if name == "reasoning" or part.read("type", TEXT) != "disabled":
+                found.append(part.read(inner, INTEGER))
+    if chat:
+        told = fields.fill(TemplateArguments).chat_template_kwargs.get("thinking_budget")
+        found.append(told if type(told) is int else None)
+    budget = next((one for one in found if one is not None), None)
+    return None if budget == -1 else budget
 
 
 def _seed(given: int | None) -> int | None:

@@ -5,6 +5,7 @@ import re
 import time
 from collections.abc import Awaitable, Callable
 from datetime import UTC, datetime
+from pathlib import Path
 from urllib.parse import parse_qs
 
 import msgspec
@@ -18,6 +19,9 @@ from jdisagg.errors import InvalidRequestError
 from jdisagg.messages.weights import SLEEP_SECONDS, UPDATE_SECONDS, mode_of
 from jdisagg.observe.request_log import RequestLog
 from jdisagg.request import Adapter
+from jdisagg.service.batch_folder import BatchFolder
+from jdisagg.service.batch_jobs import BatchJobs
+from jdisagg.service.http.batches import Batches
 from jdisagg.service.http.bodies import (
     Detokenize,
     LoadAdapter,
@@ -29,11 +33,13 @@ from jdisagg.service.http.bodies import (
     Wake,
 )
 from jdisagg.service.http.chat import chat_prompt
+from jdisagg.service.http.embeddings import Embeddings
 from jdisagg.service.http.errors import MESSAGE_ERRORS, HttpRefusal
 from jdisagg.service.http.exchange import Exchange, Receive, Scope, Send
 from jdisagg.service.http.fields import F, Fields
 from jdisagg.service.http.generation import IGNORED, HttpGeneration, check_model, watched
 from jdisagg.service.http.guard import ANY_METHOD, Endpoint, HttpGuard
+from jdisagg.service.http.inside import InsideDoor
 from jdisagg.service.http.kept_responses import KeptResponses
 from jdisagg.service.http.messages import message_prompt
 from jdisagg.service.http.openapi import openapi_json
@@ -41,6 +47,7 @@ from jdisagg.service.http.page import Page, PageSources
 from jdisagg.service.http.requests import completion_prompts, ignored_header
 from jdisagg.service.http.response_store import ResponseStore
 from jdisagg.service.http.responses import response_from
+from jdisagg.service.http.scores import Reranker
 
 Scrape = Callable[[], Awaitable[bytes]]
 METRICS_TYPE = b"text/plain; version=0.0.4; charset=utf-8"
@@ -49,8 +56,13 @@ OWNER = "jdisagg"
 # Other paths for /health, which load balancers and platforms use.
 _HEALTH = ("/ping", "/healthz", "/readyz", "/v1/health")
 _OF_OTHER_MODELS = (
-    *("/v1/rerank", "/v2/rerank", "/rerank", "/v1/score", "/score", "/pooling"),
-    *("/classify", "/v1/moderations", "/v1/images/generations", "/v1/audio/transcriptions"),
+    *(
+        "/pooling",
+        "/classify",
+        "/v1/moderations",
+        "/v1/images/generations",
+        "/v1/audio/transcriptions",
+    ),
     *("/v1/audio/translations", "/v1/audio/speech"),
 )
 
@@ -83,6 +95,12 @@ class HttpRoutes:
         kept_bytes = (config.kept_responses_mib or 0) << 20
         self._store = ResponseStore(kept_bytes) if kept_bytes else None
         self._page = Page(frontend, page)
+        self._embeddings = Embeddings(frontend, limit_bytes)
+        self._scores = Reranker(frontend, config.reranker, limit_bytes)
+        self._jobs: BatchJobs | None = None
+        if config.batch_folder:
+            folder = BatchFolder(Path(config.batch_folder).expanduser())
+            self._jobs = BatchJobs(folder, InsideDoor(self._generation, self._embeddings).answer)
 
     @property
     def ready(self) -> bool:
@@ -91,6 +109,12 @@ class HttpRoutes:
     @ready.setter
     def ready(self, ready: bool) -> None:
         self._page.ready = ready
+        if self._jobs is not None:
+            self._jobs.start() if ready else self._jobs.stop()
+
+    async def close(self) -> None:
+        if self._jobs is not None:
+            await self._jobs.close()
 
     def application(self) -> Router:
         guard, generation = self._guard, self._generation
@@ -98,7 +122,15 @@ class HttpRoutes:
             "/v1/completions": Endpoint(guard, "POST", generation.completions, logs=True),
             "/v1/chat/completions": Endpoint(guard, "POST", generation.chats, logs=True),
             "/v1/chat/completions/render": Endpoint(guard, "POST", generation.rendered_chat),
-            "/v1/embeddings": Endpoint(guard, "POST", self._embeddings),
+            "/v1/embeddings": Endpoint(guard, "POST", self._embeddings.embeddings),
+            **{
+                path: Endpoint(guard, "POST", self._scores.rerank)
+                for path in ("/v1/rerank", "/v2/rerank", "/rerank")
+            },
+            **{
+                path: Endpoint(guard, "POST", self._scores.score)
+                for path in ("/v1/score", "/score")
+            },
             "/v1/responses": Endpoint(guard, "POST", generation.responses, logs=True),
             "/v1/messages": Endpoint(
                 guard, "POST", generation.messages, logs=True, errors=MESSAGE_ERRORS
@@ -128,6 +160,9 @@ class HttpRoutes:
         if self._store is not None:
             kept = KeptResponses(generation, self._store, guard, self._limit_bytes)
             endpoints |= kept.endpoints(guard)
+        if self._jobs is not None:
+            batches = Batches(self._jobs.folder, self._jobs, self._limit_bytes)
+            endpoints |= batches.endpoints(guard)
         routes = [Route(path, endpoint) for path, endpoint in endpoints.items()]
         unknown = Endpoint(guard, ANY_METHOD, self._unknown, open=True)
         return _Router(routes, redirect_slashes=False, default=unknown)
@@ -286,15 +321,6 @@ class HttpRoutes:
         """Replies 200 also during a drain and without workers: a restart would mend neither."""
         await exchange.reply(b"{}")
 
-    async def _embeddings(self, exchange: Exchange) -> None:
-        name = self._frontend.model.name
-        raise HttpRefusal(
-            f"model {name!r} is not an embedding model: it generates text; use an embedding model's"
-            " own server for /v1/embeddings",
-            404,
-            "not_found",
-        )
-
     async def _openapi(self, exchange: Exchange) -> None:
         await exchange.reply(openapi_json())
 
@@ -304,6 +330,13 @@ class HttpRoutes:
             raise HttpRefusal(
                 f"{path} is not served: the model generates text, and the path needs a model of"
                 " another kind; use another server for it",
+                404,
+                "not_found",
+            )
+        if path.startswith(("/v1/files", "/v1/batches")):
+            raise HttpRefusal(
+                f"{path} is not served: the server has no service.batch_folder; set it, or use"
+                " jdisagg run_batch",
                 404,
                 "not_found",
             )

@@ -100,6 +100,7 @@ class HttpServer:
         left.cancel()
         for connection in list(state.connections):
             connection.transport.abort()
+        await self._routes.close()
 
 
 class _Protocol(HttpToolsProtocol):
