@@ -53,7 +53,7 @@ class FakeCodec:
     eos_ids: tuple[int, ...] = ()
     sampling_defaults = SamplingDefaults()
     special_ids: tuple[int, ...] = ()
-    images = None
+    images = embedding = None
     chat_template = None
 
     def token_bytes(self, token_id: int) -> bytes:

@@ -202,7 +202,7 @@ class Served:
         load = loader(_MODEL.value, "float32", speculate=_SPECULATE.value)
         self.cluster = EmbeddedCluster(config, load, NoText(), jax.devices()[:1])
         (worker,) = [one for one in self.cluster._workers if isinstance(one, DecodeWorker)]
-        self.switch = Switch(worker._batches)
+        self.switch = Switch(worker._scheduler.batches)
         self._tokenizer = tokenizer
 
     async def wave(self, number: int, case: Case, orders: list[bool]) -> list[list[int]]:

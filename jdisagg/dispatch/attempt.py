@@ -95,7 +95,7 @@ class Attempt:
     def suspend(self) -> None:
         """Tells the decode worker, before it hears that the stream is closed, that blocks are
         awaited."""
-        if self.received:
+        if self.received and not self._run.request.prefill_only:
             call = self._held.port.cancel(self._held.key, awaited=True)
             ending = asyncio.create_task(quietly(call, self._times.close_seconds))
             self._run.clean_up(ending)
@@ -254,16 +254,23 @@ class Attempt:
     async def _prefill_for(
         self, held: ReservationHandle, source: HandoffSource, from_token: int
     ) -> None:
-        await self._prefill(source, held.worker, from_token, held.reservation.weights)
+        reservation = held.reservation
+        await self._prefill(
+            source, held.worker, from_token, reservation.weights, reservation.cached_tokens
+        )
 
     async def _prefill(
-        self, source: HandoffSource, destination: str, from_token: int, weights: str
+        self,
+        source: HandoffSource,
+        destination: str,
+        from_token: int,
+        weights: str,
+        held_tokens: int = 0,
     ) -> None:
         peer, peer_tokens = self._peer_of(source.worker)
-        held_tokens = held.reservation.cached_tokens
         if self.children[0].accepted and held_tokens > peer_tokens:
             # blocks of a preempted answer, of which the router learns only later
-            peer, peer_tokens = self._new_source(held.worker, held.reservation.weights), held_tokens
+            peer, peer_tokens = self._new_source(destination, weights), held_tokens
         call = PrefillCall(
             request=await self._context.with_pixels(self._run.request),
             attempt=self.number,
