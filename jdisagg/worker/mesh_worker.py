@@ -402,9 +402,16 @@ class MeshWorker(ABC):
     def _end_everything(self, error: UnavailableError) -> None:
         """Ends all running and waiting work with this error."""
 
-    @abstractmethod
     def _sent(self, handoff: OutgoingHandoff, error: JdisaggError | None) -> None:
-        """Called when a KV transfer from this worker has ended. `error` is None if it succeeded."""
+        if not self._given.ended(handoff.sequence):
+            self._handed_over(handoff, error)
+        self._loop.wake()  # others may get what became free
+        self._quiet.set()
+
+    @abstractmethod
+    def _handed_over(self, handoff: OutgoingHandoff, error: JdisaggError | None) -> None:
+        """Called when a hand-off of a prompt or sequence has ended. `error` is None if it
+        succeeded."""
 
     @abstractmethod
     def _end_old(self, keep: bool) -> None:
