@@ -348,7 +348,8 @@ class MeshWorker(ABC):
     def _turn(self, step: int | None) -> StepCommand | None:
         """Takes a turn of the scheduler and carries it out. Returns its command, which has the
         number `step`."""
-        for prompt in self._prompts.take_released():
+        prompts = self._prompts
+        for prompt in prompts.take_released() if prompts.released else ():
             self._seek(prompt)
         turn = self._scheduler.turn(self._facts(step))
         if turn.command is None:
@@ -356,9 +357,10 @@ class MeshWorker(ABC):
         for copies in turn.copies:
             self._loop.fire(CopyPages(self._loop.next_number(), (), copies))
         command = self._carry_out(turn)
-        if self._prompts.releases:
+        if prompts.released:
             self._loop.wake()
-        self._quiet.set()
+        if self._draining:
+            self._quiet.set()
         return command
 
     def _query(self, prompt: Prompt, call: PrefillCall | ReserveCall) -> RestoreQuery:

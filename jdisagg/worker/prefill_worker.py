@@ -161,7 +161,7 @@ class PrefillWorker(MeshWorker):
         self._end_if_done(task)
 
     def _look(self) -> None:
-        if self._admission.queue or self._unsent or self._prompts or self._prompts.releases:
+        if self._admission.queue or self._unsent or self._prompts or self._prompts.released:
             self._loop.wake()
 
     # ---- prompts
