@@ -30,7 +30,11 @@ def check_queue(worker: str, waiting: Collection[Prompt], priority: int, limit: 
 
 
 class Prompts:
-    """The prompts of one mesh, from their arrival until `forget`."""
+    """The prompts of one mesh, from their arrival until `forget`.
+
+    Attributes:
+        released: What `take_released` returns next.
+    """
 
     def __init__(self, state: DecodeState, ids: Callable[[], int], counters: Counters) -> None:
         self.backlog = Backlog()
@@ -44,7 +48,7 @@ class Prompts:
         self._times = ChunkTimes(limits.chunk_buckets[-1])
         self._shared = SharedPrompts()
         self._prompts: dict[int, Prompt] = {}
-        self._released: list[Prompt] = []
+        self.released: list[Prompt] = []
         self._left_alone: set[int] = set()  # prompts whose leader ended
         self._steps_waited = 0  # decode steps since the last chunk, with a prompt queued
 
@@ -136,23 +140,16 @@ class Prompts:
         for prompt in self._prompts.values():
             if prompt.rank < 0 and prompt.chain:
                 self._name(prompt)
-        self._released += free
+        self.released += free
 
     def take_released(self) -> list[Prompt]:
         """Returns the prompts that need not wait for blocks of another prompt any longer, since the
         last call. They may have to wait for yet another one (`follows`)."""
-        if not self._released:
-            return []
-        released, self._released = self._released, []
+        released, self.released = self.released, []
         return [one for one in released if self._prompts.get(one.key) is one]
 
-    @property
-    def releases(self) -> bool:
-        """Whether `take_released` would return some."""
-        return bool(self._released)
-
     def _release(self, keys: tuple[int, ...], ended: bool = False) -> None:
-        self._released += [self._prompts[key] for key in keys]
+        self.released += [self._prompts[key] for key in keys]
         if ended:
             self._left_alone.update(keys)
 

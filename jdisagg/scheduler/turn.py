@@ -35,6 +35,7 @@ from jdisagg.telemetry import Counters
 
 CHUNKS_OFFERED = 4
 _NOTHING: Mapping[str, int] = {}
+_NONE_STALLED: tuple[frozenset[str], bool] = frozenset(), False
 
 
 class Facts(msgspec.Struct, frozen=True, gc=False):
@@ -136,7 +137,9 @@ class Scheduler:
         state, admission = self._state, self.admission
         if state.news:
             self._forget_ended()
-        stalled, full = stalled_destinations(now.offered_tokens, self._most_offered)
+        stalled, full = _NONE_STALLED
+        if now.offered_tokens:
+            stalled, full = stalled_destinations(now.offered_tokens, self._most_offered)
         yielded = 0
         if state.ready:
             yielded = sum(map(admission.give_way, self.batches.yielding_slots()))

@@ -433,11 +433,8 @@ class DecodeWorker(MeshWorker):
             return FetchReply()
         return await super().fetch(call)
 
-    def _sent(self, handoff: OutgoingHandoff, error: JdisaggError | None) -> None:
-        if not self._given.ended(handoff.sequence):
-            self._migration.ended(handoff.sequence, error)
-        self._loop.wake()
-        self._quiet.set()
+    def _handed_over(self, handoff: OutgoingHandoff, error: JdisaggError | None) -> None:
+        self._migration.ended(handoff.sequence, error)
 
     def _busy(self) -> bool:
         others = len(self._given) + len(self._granting)

@@ -141,11 +141,15 @@ class HostTier(KvSource):
         because a block is of use only after all blocks before it. They are copied last, so that
         they also stay longer."""
         evicted = self._kept.take_evicted()
-        for rank, snapshots in enumerate(self._kept.snapshots):
-            for gone in snapshots.take_evicted():
-                self._snapshot_evicted(rank, gone)
-        if not evicted or not self.on:
+        snapshots = [
+            (rank, gone)
+            for rank, of_rank in enumerate(self._kept.snapshots)
+            for gone in of_rank.take_evicted()
+        ]
+        if not self.on:
             return
+        for rank, gone in snapshots:
+            self._snapshot_evicted(rank, gone)
         chosen: list[tuple[Evicted, int]] = []
         places, writing = {True: MOST_WRITING, False: self._most_writing}, self.blocks.writing
         for one in sorted(evicted, key=lambda one: (not one.awaited, one.index)):

@@ -348,7 +348,8 @@ class MeshWorker(ABC):
     def _turn(self, step: int | None) -> StepCommand | None:
         """Takes a turn of the scheduler and carries it out. Returns its command, which has the
         number `step`."""
-        for prompt in self._prompts.take_released():
+        prompts = self._prompts
+        for prompt in prompts.take_released() if prompts.released else ():
             self._seek(prompt)
         turn = self._scheduler.turn(self._facts(step))
         if turn.command is None:
@@ -356,9 +357,10 @@ class MeshWorker(ABC):
         for copies in turn.copies:
             self._loop.fire(CopyPages(self._loop.next_number(), (), copies))
         command = self._carry_out(turn)
-        if self._prompts.releases:
+        if prompts.released:
             self._loop.wake()
-        self._quiet.set()
+        if self._draining:
+            self._quiet.set()
         return command
 
     def _query(self, prompt: Prompt, call: PrefillCall | ReserveCall) -> RestoreQuery:
@@ -402,9 +404,16 @@ class MeshWorker(ABC):
     def _end_everything(self, error: UnavailableError) -> None:
         """Ends all running and waiting work with this error."""
 
-    @abstractmethod
     def _sent(self, handoff: OutgoingHandoff, error: JdisaggError | None) -> None:
-        """Called when a KV transfer from this worker has ended. `error` is None if it succeeded."""
+        if not self._given.ended(handoff.sequence):
+            self._handed_over(handoff, error)
+        self._loop.wake()  # others may get what became free
+        self._quiet.set()
+
+    @abstractmethod
+    def _handed_over(self, handoff: OutgoingHandoff, error: JdisaggError | None) -> None:
+        """Called when a hand-off of a prompt or sequence has ended. `error` is None if it
+        succeeded."""
 
     @abstractmethod
     def _end_old(self, keep: bool) -> None:

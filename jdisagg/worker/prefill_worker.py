@@ -164,7 +164,7 @@ class PrefillWorker(MeshWorker):
         self._end_if_done(task)
 
     def _look(self) -> None:
-        if self._admission.queue or self._unsent or self._prompts or self._prompts.releases:
+        if self._admission.queue or self._unsent or self._prompts or self._prompts.released:
             self._loop.wake()
 
     # ---- prompts
@@ -304,10 +304,7 @@ class PrefillWorker(MeshWorker):
 
     # ---- the worker
 
-    def _sent(self, handoff: OutgoingHandoff, error: JdisaggError | None) -> None:
-        if self._given.ended(handoff.sequence):
-            self._quiet.set()
-            return
+    def _handed_over(self, handoff: OutgoingHandoff, error: JdisaggError | None) -> None:
         task = self._tasks.pop(handoff.sequence)
         if task.restoring is not None:
             task.restoring.cancel()
@@ -317,8 +314,6 @@ class PrefillWorker(MeshWorker):
             task.fail(error)
         self._prompts.forget(handoff.sequence)
         self._adapters.poke()
-        self._look()  # the freed pages may admit other prompts
-        self._quiet.set()
 
     def _requests_running(self) -> list[Request]:
         return [task.call.request for task in self._tasks.values()]
