@@ -28,7 +28,7 @@ from jdisagg.simulator.elastic import Autoscaler, autoscaled
 from jdisagg.simulator.fleet import INSTANCE, Fleet, Pool
 from jdisagg.simulator.plots import new_figure
 from jdisagg.simulator.report import SloLimits, attainment
-from jdisagg.simulator.run import Result, simulate
+from jdisagg.simulator.run import Hook, Result, simulate
 from jdisagg.simulator.workloads import Arrival
 
 NAME = "burst"  # of the results
@@ -66,7 +66,7 @@ class Followed:
     said: list[str] = field(default_factory=list)
 
     def sizes(self, role: WorkerRole) -> list[int]:
-        return [sample[1 + ROLES.index(role)] for sample in self.workers]
+        return [(prefill, decode)[ROLES.index(role)] for _, prefill, decode in self.workers]
 
     @property
     def within(self) -> float:
@@ -100,7 +100,7 @@ def followed(
             run.workers.append((cluster.clock.now(), *(roles.count(role) for role in ROLES)))  # type: ignore[arg-type]
             await cluster.clock.sleep(SAMPLE_SECONDS)
 
-    hooks = [watch]
+    hooks: list[Hook] = [watch]
     if scaled:
         config = ElasticConfig(slo=SLO)
         hooks.append(

@@ -206,8 +206,11 @@ class Bench:
         count = int(np.clip(rate * SECONDS, 300, self.most))
         arrivals = requests_at(workload, rate, count, "poisson", seed=0)
         self.runs += 1
-        outcomes = simulate(setting.fleet(design, division), arrivals).outcomes
+        outcomes = self.outcomes(setting.fleet(design, division), arrivals)
         return slowdowns.kept(settled(outcomes, SECONDS / 3), setting.rest)
+
+    def outcomes(self, fleet: Fleet, arrivals: Sequence[Arrival]) -> Sequence[RequestOutcome]:
+        return simulate(fleet, arrivals).outcomes
 
     def carried(
         self, setting: Setting, design: Design, divisions: Sequence[tuple[int, int]]

@@ -2,11 +2,11 @@
 steps, and the planner's answer.
 
 The step times are those of our cost model, those that Splitwise measured, and those that its own
-simulator makes of its measurements (`step_table`). All else stays as in `splitwise`. Uses three
-processes."""
+simulator makes of its measurements (`step_table`). All else stays as in `splitwise`, except that
+runs are stepped as by the planner, which is a tenth of the work; the simulated rates of `splitwise`
+stand beside those of the cost model."""
 
 from collections.abc import Sequence
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 
 import numpy as np
@@ -30,17 +30,26 @@ from benchmarks.papers.splitwise import (
     Setting,
     Slowdowns,
 )
-from benchmarks.papers.step_table import MODEL
+from benchmarks.papers.step_table import MODEL, Rule
 from jdisagg.config import Mode
 from jdisagg.costs.catalog import geometry
+from jdisagg.simulator.fleet import Fleet
 from jdisagg.simulator.planning.bounds import Goal
 from jdisagg.simulator.planning.candidates import Best, Site
 from jdisagg.simulator.planning.fleet import FleetMaker
 from jdisagg.simulator.planning.planner import Planner, Search
+from jdisagg.simulator.planning.stepped import HandoffLinks, SteppedRun
 from jdisagg.simulator.planning.verdict import Finding
+from jdisagg.simulator.report import RequestOutcome
+from jdisagg.simulator.workloads import Arrival
 
 TRACES = ("conversation", "code")
-STEPS = {None: "cost model", "sequences": "measured", "tokens": "as its simulator reads them"}
+Row = list[object]
+STEPS: dict[Rule | None, str] = {
+    None: "cost model",
+    "sequences": "measured",
+    "tokens": "as its simulator reads them",
+}
 # Designs with the budget that is divided. One kind has the same best division under both.
 ASKED: tuple[tuple[Design, str], ...] = (
     (BASELINES[0], "power"),
@@ -51,7 +60,7 @@ ASKED: tuple[tuple[Design, str], ...] = (
     (HA, "power"),
     (HA, "cost"),
 )
-REQUESTS = 400  # of a run
+REQUESTS = 2000  # of a run
 PLANNED = 200  # requests of a trace, for the planner
 DEVICES = 64  # of each kind, for the planner
 
@@ -68,30 +77,38 @@ def kept(trace: str) -> list[tuple[tuple[int, int], float]]:
     return found
 
 
-def by_steps(rule: str | None, trace: str, most: int) -> tuple[list[list[object]], int]:
+class SteppedBench(Bench):
+    def outcomes(self, fleet: Fleet, arrivals: Sequence[Arrival]) -> Sequence[RequestOutcome]:
+        first, devices = fleet.prefill, fleet.decode.devices
+        handoff = HandoffLinks(fleet.far, devices, devices) if first else None
+        prefill = fleet.costs_of(first) if first else None
+        run = SteppedRun(fleet, handoff, prefill, fleet.costs_of(fleet.decode))
+        return run.run(arrivals).outcomes
+
+
+def by_steps(bench: Bench, rule: Rule | None, trace: str) -> list[Row]:
+    setting, budgets = Setting(trace=trace, rule=rule), {"power": BUDGET_POWER, "cost": BUDGET_COST}
+    found = [
+        bench.carried(setting, design, design.divisions(budgets[unit], unit))[:2]
+        for design, unit in ASKED
+    ]
+    return _rows(trace, STEPS[rule], found)
+
+
+def _rows(trace: str, steps: str, found: Sequence[tuple[tuple[int, int], float]]) -> list[Row]:
     """Returns a row for each design, with its rate per power and per cost over those of
-    Baseline-A100, and the number of runs."""
-    bench = Bench(most)
-    if rule is None:
-        found = kept(trace)
-    else:
-        setting = Setting(trace=trace, rule=rule)  # type: ignore[arg-type]
-        budgets = {"power": BUDGET_POWER, "cost": BUDGET_COST}
-        found = [
-            bench.carried(setting, design, design.divisions(budgets[unit], unit))[:2]
-            for design, unit in ASKED
-        ]
+    Baseline-A100."""
     per = [
         [rate / design.spent(division, unit) for unit in ("power", "cost")]
         for (design, _), (division, rate) in zip(ASKED, found, strict=True)
     ]
-    rows: list[list[object]] = []
+    rows: list[Row] = []
     for (design, unit), (division, rate), values in zip(ASKED, found, per, strict=True):
         machines = " + ".join(str(count) for count in division if count)
         relative = [value / base for value, base in zip(values, per[0], strict=True)]
         name = f"{design.name}, by {unit}" if design is HA else design.name
-        rows.append([trace, STEPS[rule], name, machines, rate, *relative])
-    return rows, bench.runs
+        rows.append([trace, steps, name, machines, rate, *relative])
+    return rows
 
 
 def goal_of(trace: str) -> Goal:
@@ -106,7 +123,7 @@ def goal_of(trace: str) -> Goal:
     return Goal(3.0 * first, dict(REST)[90] * token)
 
 
-def planned(trace: str) -> list[list[object]]:
+def planned(trace: str) -> list[Row]:
     """Returns the planner's best of each design, by stepping, per power and per cost over those of
     one pool of A100."""
     cards = {
@@ -148,26 +165,21 @@ def planned(trace: str) -> list[list[object]]:
 
 
 def tables(small: bool) -> tuple[list[dict[str, object]], int]:
-    most = 100 if small else REQUESTS
-    with ProcessPoolExecutor(3) as pool:
-        made = {
-            (trace, rule): pool.submit(by_steps, rule, trace, most)
-            for trace in TRACES
-            for rule in reversed(STEPS)
-        }
-        answers = [pool.submit(planned, trace) for trace in TRACES]
-        steps = [made[trace, rule].result() for trace in TRACES for rule in STEPS]
-        plans = [row for answer in answers for row in answer.result()]
+    bench = SteppedBench(100 if small else REQUESTS)
+    rows: list[Row] = []
+    for trace in TRACES:
+        rows += _rows(trace, "cost model, simulated", kept(trace))
+        rows += [row for rule in STEPS for row in by_steps(bench, rule, trace)]
     return [
         {
             "title": "BLOOM-176B: requests per second, per power and per cost over Baseline-A100",
             "columns": ["trace", "steps", "design", "machines (prompt + token)",
                         "requests per second", "per power", "per cost"],
-            "rows": [row for rows, _ in steps for row in rows],
+            "rows": rows,
         },
         {
             "title": "The planner, with the cost model: per power and per cost over Baseline-A100",
             "columns": ["trace", "design", "best candidate", "per power", "per cost"],
-            "rows": plans,
+            "rows": [row for trace in TRACES for row in planned(trace)],
         },
-    ], sum(runs for _, runs in steps)  # fmt: skip
+    ], bench.runs  # fmt: skip

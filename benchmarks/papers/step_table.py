@@ -81,7 +81,7 @@ class StepTable:
     def __init__(self, machine: str, rule: Rule) -> None:
         self._prompts, self._tokens, self._batches, self._slope = measured(machine)
         self._rule = rule
-        self._bytes = wire_bytes_per_token(geometry(MODEL), 2.0, "none")
+        self._bytes = wire_bytes_per_token(geometry(MODEL), 2, "none")
 
     def prefill(self, rows: Sequence[tuple[int, int]]) -> tuple[float, float]:
         cached = sum(cached for _, cached in rows)

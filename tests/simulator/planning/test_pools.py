@@ -105,8 +105,8 @@ def test_with_two_kinds_only_what_may_be_the_best_of_all_is_simulated(
     """For each mode one candidate, or one of each pool side by side, in place of one of each mode
     and use of the pools, which are six."""
     rows = planned([FIRST, SECOND], best).rows
-    for one_pool in (False, True):
-        of_mode = [row for row in rows if (row.finding.candidate.prefill is None) is one_pool]
+    for two in (False, True):
+        of_mode = [row for row in rows if (row.finding.candidate.prefill is not None) is two]
         assert max(of_mode, key=lambda row: row.finding.value).finding.simulated
     assert sum(row.finding.simulated for row in rows) <= most
 
