@@ -12,7 +12,6 @@ FREE = {"directory", "dtype", "limits", "warm_up", "speculate", "steps", "prefil
 PRESETS = {"FEW_PAGES", "FAMILY", "SEEING"}
 OTHERS = {
     "pictures.py": "chunks that begin within an image",
-    "process_matrix/cases.py": "layouts and pages of two processes",
     "test_bad_input.py": "compiles nothing",
     "test_families_in_storms.py": "few pages for models with short contexts",
     "test_kv_dtype.py": "prompts of several chunks, whose roundings are compared",

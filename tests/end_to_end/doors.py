@@ -1,8 +1,4 @@
-"""A real server on a free loopback port over a real embedded cluster, and means to hold a mesh
-back.
-
-`Held` delays the results of a mesh's programs, so that a test decides what happens while one
-runs."""
+"""A real server on a free loopback port over a real embedded cluster."""
 
 import asyncio
 import gc
@@ -17,38 +13,9 @@ from jdisagg.client import AsyncClient, Completion, GenerateOptions
 from jdisagg.config import EngineConfig, Mode, ServiceConfig
 from jdisagg.dispatch.frontend import Frontend
 from jdisagg.dispatch.prompts import ModelInfo
-from jdisagg.executor.mesh_executor import MeshExecutor
-from jdisagg.messages.step_commands import DecodeSteps, PrefillChunk, StepCommand, StepResult
-from jdisagg.messages.worker_status import WorkerStatus
 from jdisagg.service.server import GenerationServer
 from models.checkpoint import load_config
 from tests.end_to_end.clusters import Running, running
-
-
-class Held:
-    """Results of prefill chunks and decode steps of one mesh are held back while it is `closed`."""
-
-    def __init__(self, executor: MeshExecutor) -> None:
-        self._open = asyncio.Event()
-        self._open.set()
-        self._inner = executor.run
-        executor.run = self._run  # type: ignore[method-assign]
-
-    def close(self) -> None:
-        self._open.clear()
-
-    def open(self) -> None:
-        self._open.set()
-
-    def _run(self, command: StepCommand) -> asyncio.Future[StepResult]:
-        future = self._inner(command)
-        if self._open.is_set() or not isinstance(command, DecodeSteps | PrefillChunk):
-            return future
-        return asyncio.ensure_future(self._later(future))
-
-    async def _later(self, future: asyncio.Future[StepResult]) -> StepResult:
-        await self._open.wait()
-        return await future
 
 
 @dataclass
@@ -58,15 +25,10 @@ class Served:
     frontend: Frontend
     client: AsyncClient
     port: int
-    prefill: Held
-    decode: Held
 
     @property
     def target(self) -> str:
         return f"127.0.0.1:{self.port}"
-
-    async def decode_status(self) -> WorkerStatus:
-        return (await self.run.cluster.status())[-1]
 
     async def complete_all(self, requests: list[GenerateOptions]) -> list[Completion]:
         return list(
@@ -112,14 +74,10 @@ async def served(
         run.cluster.path.read_images_with(frontend.prompts.images.pixels)
         server = GenerationServer(frontend, service or ServiceConfig(port=0, drain_seconds=5.0))
         port = await server.start()
-        assert run.cluster.prefill is not None
-        held = Held(run.cluster.prefill.executor), Held(run.cluster.decode.executor)
         try:
             async with AsyncClient(f"127.0.0.1:{port}") as client:
-                yield Served(run, server, frontend, client, port, *held)
+                yield Served(run, server, frontend, client, port)
         finally:
-            for one in held:
-                one.open()
             await server.drain()
 
 

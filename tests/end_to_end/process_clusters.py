@@ -40,9 +40,6 @@ SMALL = (
 READY = r"jdisagg cluster serves on (127\.0\.0\.1:\d+)(.*): (.+)\n"
 
 
-START_SECONDS = time_scale.seconds(120.0)
-
-
 END_SECONDS = time_scale.seconds(60.0)
 
 

@@ -2,8 +2,8 @@
 tokens of an oracle, and moves exactly the bytes that its KV spec states.
 
 The oracle is a dense forward pass for the shipped models, and transformers' own tokens for the
-golden families. `test_process_matrix.py` holds the same between two processes. Of the matrix a
-pairwise choice runs by default, in which every two settings meet; `pytest -m slow` runs all."""
+golden families. Of the matrix a pairwise choice runs by default, in which every two settings meet;
+`pytest -m slow` runs all."""
 
 import itertools
 from dataclasses import replace
@@ -24,6 +24,7 @@ from tests.end_to_end.clusters import (
     dense_logprobs,
     golden_copy,
     golden_greedy,
+    moved_bytes,
     running,
 )
 from tests.end_to_end.pairwise import pairwise
@@ -62,6 +63,23 @@ async def test_two_meshes_of_the_shared_shape_give_the_tokens_of_a_dense_pass() 
         done = await check_bytes(run, prompt, greedy, logprobs=0)
     logprobs = [one.logprob for one in done.logprobs[0]]
     assert logprobs == pytest.approx(dense_logprobs(LLAMA, prompt, greedy), abs=1e-4)
+
+
+@ci
+async def test_kv_that_an_int8_codec_packs_gives_nearly_the_log_probabilities_of_a_dense_pass() -> (
+    None
+):
+    engine = config(prefill="tp=4", decode="dp=2,tp=2")
+    async with running(replace(engine, decode=replace(engine.decode, codec="int8"))) as run:
+        prompt = run.tokenizer.encode(PROMPT) * 3
+        request = run.request(prompt, max_tokens=TOKENS, ignore_eos=True, logprobs=0)
+        done = await run.complete(request)
+        moved = sum(run.cluster.channel.bytes_per_pair().values())
+        assert 0 < moved < 0.4 * moved_bytes(run.cluster, len(prompt)), "packed"
+    said = [one.logprob for one in done.logprobs[0]]
+    exact = dense_logprobs(LLAMA, prompt, done.tokens[0])
+    assert said[0] == pytest.approx(exact[0], abs=1e-4), "of the prefill mesh"
+    assert 0 < np.max(np.abs(np.subtract(said, exact))) < 0.1
 
 
 @ci

@@ -18,7 +18,6 @@ from models.relayout import relayout
 from tests.lanes import first_quick
 
 GOLDEN = Path(__file__).parent.parent / "golden"
-DENSE = ["dp=1,tp=1", "dp=1,tp=2", "dp=1,tp=4", "dp=2,tp=1", "dp=2,tp=2", "dp=4,tp=1"]
 MOE = ["dp=1,tp=4,ep=4", "dp=4,tp=1,ep=4", "dp=2,tp=2,ep=1", "dp=2,tp=1,ep=2", "dp=1,tp=1"]
 
 
@@ -59,16 +58,6 @@ def test_experts_move_between_devices_and_into_shards(before: str, after: str) -
 
 def test_bfloat16_kernels_keep_the_orientation_of_the_platform() -> None:
     _check("qwen3", "dp=1,tp=2", "dp=2,tp=1", "bfloat16")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "before", "after"),
-    [("llama_tied", *pair) for pair in itertools.permutations(DENSE, 2)]
-    + [("qwen3_moe", *pair) for pair in itertools.permutations(MOE, 2)],
-)
-def test_every_pair_of_layouts(name: str, before: str, after: str) -> None:
-    _check(name, before, after)
 
 
 def test_padding_of_the_vocabulary_follows_the_layout() -> None:

@@ -2,13 +2,11 @@
 so."""
 
 import asyncio
-from collections.abc import Sequence
-from pathlib import Path
 
 import jax
 import pytest
 
-from jdisagg.config import EngineConfig, InstanceConfig, LimitsConfig, ModelConfig, PrefixConfig
+from jdisagg.config import EngineConfig, InstanceConfig, LimitsConfig, ModelConfig
 from jdisagg.engine.embedded import EmbeddedCluster
 from jdisagg.layout.axes import Layout
 from jdisagg.observe.observer import Observer
@@ -16,7 +14,7 @@ from jdisagg.request import Request, SamplingParams, StreamEvent
 from launch.shipped import SHIPPED_MODEL
 from models.checkpoint import LoadedModel, load_model
 from models.tokenizer import Tokenizer
-from tests.observe.samples import Samples, at, parse, total
+from tests.observe.samples import at, parse, total
 from tests.observe.spans import TracedObserver, ends, starts, trace_of
 
 pytestmark = pytest.mark.ci
@@ -83,62 +81,3 @@ async def test_an_embedded_cluster_is_seen_from_the_first_token_to_the_last() ->
     assert len(counts) == 1
     order = (starts(events, "prefill chunk")[0], starts(events, "admit")[0])
     assert ends(events, "reserve")[0] <= order[0] <= order[1] <= ends(events, "decode")[0]
-
-
-async def test_bytes_to_and_from_each_tier_are_those_of_blocks_and_files(tmp_path: Path) -> None:
-    """A prompt of five blocks, twice, so that it is written to disk; another that takes pages
-    of it, and it again, some from host memory; then of a second cluster on the same disk."""
-    grain, tokens = 16, 81
-    small = InstanceConfig(
-        page_size=grain, pages_per_rank=8, slots_per_rank=1, chunk_tokens=32, min_chunk_tokens=32
-    )
-    config = EngineConfig(
-        ModelConfig(SHIPPED_MODEL, context_tokens=128),
-        limits=PATIENT,
-        prefill=small,
-        decode=small,
-        prefix=PrefixConfig(
-            True,
-            grain,
-            host_gib=1 / 64,
-            restores="always",
-            disk_dir=str(tmp_path / "kv"),
-            disk_gib=1 / 64,
-        ),
-        warm_up=False,
-    )
-
-    async def run(firsts: Sequence[int]) -> tuple[Samples, EmbeddedCluster]:
-        observer = Observer("embedded")
-        cluster = cluster_of(config, observer)
-        await cluster.start()
-        try:
-            for number, first in enumerate(firsts):
-                prompt = tuple(range(first, first + tokens))
-                sampling = SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True)
-                request = Request(f"r{number}", prompt, sampling, deadline_seconds=120.0)
-                assert [event async for event in cluster.stream(request)]
-                while any(one.in_use and one.tier != "pages" for one in cluster.kept_blocks()):
-                    await asyncio.sleep(0.01)
-            return parse(await observer.metrics.scrape()), cluster
-        finally:
-            await cluster.stop()
-
-    def moved(samples: Samples, tier: str, way: str, worker: str = "prefill-0") -> float:
-        labels = {"worker": worker, "tier": tier, "way": way}
-        return at(samples, "kept_bytes_moved_total", **labels)
-
-    samples, cluster = await run((5, 5, 200, 5))
-    counters, block = cluster._workers[0].counters, grain * cluster.kv_spec.bytes_per_token
-    assert counters["host_blocks_written"] >= 5 and counters["host_blocks_restored"] > 0
-    assert moved(samples, "host", "written") == counters["host_blocks_written"] * block
-    assert moved(samples, "host", "restored") == counters["host_blocks_restored"] * block
-    assert counters["disk_blocks_written"] == 5
-    files = sum(file.stat().st_size for file in (tmp_path / "kv").rglob("*.kv"))
-    own = moved(samples, "disk", "written")  # the decode worker has a folder of its own
-    assert own + moved(samples, "disk", "written", "decode-0") == files and own > 5 * block
-    samples, cluster = await run((5,))
-    assert moved(samples, "disk", "restored") == own
-    assert at(samples, "cached_tokens_total", tier="disk") == 5 * grain
-    kept = at(samples, "kept_blocks", worker="prefill-0", role="prefill", tier="disk")
-    assert kept == 5

@@ -40,24 +40,6 @@ def goodput(outcomes: tuple[RequestOutcome, ...] | list[RequestOutcome]) -> floa
     return sum(SLO.attained(outcome) for outcome in outcomes) / SECONDS
 
 
-@pytest.mark.slow
-def test_beyond_its_capacity_goodput_stays_and_who_is_admitted_is_served_in_time() -> None:
-    results = {load: run(load) for load in (0.7, 0.9, 1.0, 1.2, 3.0)}
-    good = {load: goodput(result.outcomes) for load, result in results.items()}
-    assert good[3.0] >= 0.9 * max(good.values()), good
-    over = results[3.0]
-    admitted = [outcome for outcome in over.outcomes if outcome.end != "refused"]
-    assert sum(SLO.attained(outcome) for outcome in admitted) >= 0.99 * len(admitted)
-    assert (
-        over.counters["rejections"]
-        == sum(outcome.end == "refused" for outcome in over.outcomes)
-        > len(over.outcomes) / 2
-    )
-    assert over.pages_lost == 0
-    unguarded = run(3.0, RoutingConfig())
-    assert goodput(unguarded.outcomes) < good[3.0] / 2, "without admission nearly all come too late"
-
-
 @pytest.mark.parametrize("mode", [Mode.CHUNKED, Mode.UNIFIED])
 def test_one_pool_beyond_its_capacity_takes_no_more_prompts_than_its_streams_can_bear(
     mode: Mode,
@@ -132,30 +114,6 @@ def test_a_flood_of_one_tenant_takes_nothing_from_the_others() -> None:
     for tenant in ("small1", "small2"):
         assert kept[tenant] >= 0.95 * asked[tenant], (kept, asked)
     assert kept["flood"] > kept["small1"], "and what they leave is not wasted"
-
-
-def test_weights_share_an_overloaded_cluster() -> None:
-    tenants = [
-        workloads.poisson(150.0, 900, LENGTHS, seed=seed, tenant=name)
-        for seed, name in ((1, "gold"), (2, "free"))
-    ]
-    result = simulate(
-        fleet(replace(ROUTING, tenant_weights="gold=3")), workloads.merge(*tenants), seed=0
-    )
-    kept = Counter(outcome.tenant for outcome in result.outcomes if SLO.attained(outcome))
-    assert 2.0 < kept["gold"] / kept["free"] < 4.0, kept
-
-
-def test_a_quota_bounds_a_tenant_in_an_idle_cluster() -> None:
-    arrivals = workloads.poisson(20.0, 200, LENGTHS, tenant="metered")
-    result = simulate(
-        fleet(replace(ROUTING, tenant_quotas="metered=3240", quota_burst_seconds=1.0)),
-        arrivals,
-        seed=0,
-    )
-    served = sum(outcome.end == "finished" for outcome in result.outcomes)
-    assert served == pytest.approx(10 * 3240 / (1500 + 2 * 60), rel=0.25)
-    assert {outcome.end for outcome in result.outcomes} == {"finished", "refused"}
 
 
 def test_a_decision_log_has_what_was_asked_and_the_answer_of_each_placement(tmp_path: Path) -> None:

@@ -1,11 +1,7 @@
 """The simulator runs the modules that serve: it imports what the live router and workers import,
 and holds no copy."""
 
-import ast
-
-import pytest
-
-from tests.import_graph import ROOT, product, reached
+from tests.import_graph import product, reached
 
 # Packages that decide and act on a request, live and simulated.
 SHARED_ROOMS = (
@@ -86,27 +82,3 @@ def test_what_serves_a_request_live_serves_it_in_the_simulator() -> None:
         for module in simulated - live
         if not module.startswith(("jdisagg.costs.", "jdisagg.router."))
     }
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        "RequestPath",
-        "RequestRun",
-        "Attempt",
-        "Placer",
-        "Membership",
-        "PrefillWorker",
-        "DecodeWorker",
-        "DecodeBatches",
-        "decide",
-    ],
-)
-def test_the_simulator_defines_none_of_them_again(name: str) -> None:
-    for path in (ROOT / "jdisagg" / "simulator").rglob("*.py"):
-        defined = {
-            node.name
-            for node in ast.walk(ast.parse(path.read_text()))
-            if isinstance(node, ast.ClassDef | ast.FunctionDef)
-        }
-        assert name not in defined, path
