@@ -10,10 +10,9 @@ from jdisagg.request import Grammar, GrammarKind
 from jdisagg.scheduler import executor as limits_of
 from tests.end_to_end.clusters import Running, golden_copy, running
 from tests.end_to_end.grammar_requests import requests
-from tests.end_to_end.two_decoders import LEASES, TwoDecoders, storm
 from tests.fakes.cluster import Collected
 from tests.lanes import first_ci
-from tests.shapes import FAMILY, FEW_PAGES, LLAMA, config
+from tests.shapes import FAMILY, config
 
 pytestmark = pytest.mark.ci
 
@@ -30,20 +29,14 @@ def forced(run: Running) -> int:
     return sum(worker.counters["forced_tokens"] for worker in run.cluster._workers)
 
 
-_expected: dict[Path, list[object]] = {}
-
-
-async def one_by_one(monkeypatch: pytest.MonkeyPatch, directory: Path = LLAMA) -> list[object]:
+async def one_by_one(monkeypatch: pytest.MonkeyPatch) -> list[object]:
     """On one mesh that takes no runs, each request alone."""
-    if directory not in _expected:
-        with monkeypatch.context() as patch:
-            patch.setattr(limits_of, "LONGEST_RUN", 1)
-            engine = config(Mode.UNIFIED, directory=directory)
-            async with running(engine, first_device=4) as run:
-                done = [await run.complete(request) for request in requests(run)]
-                assert forced(run) == 0
-        _expected[directory] = streams(done)
-    return _expected[directory]
+    with monkeypatch.context() as patch:
+        patch.setattr(limits_of, "LONGEST_RUN", 1)
+        async with running(config(Mode.UNIFIED), first_device=4) as run:
+            done = [await run.complete(request) for request in requests(run)]
+            assert forced(run) == 0
+    return streams(done)
 
 
 @pytest.mark.parametrize(
@@ -98,15 +91,3 @@ async def test_runs_change_no_stream_whatever_is_kept_of_a_position(
             done[longest] = streams(await run.complete_all(asked))
             assert (forced(run) > 0) == (runs and longest > 1)
     assert done[1] == done[longest]
-
-
-@pytest.mark.slow
-async def test_runs_of_sequences_in_a_storm_change_no_stream(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Too few pages, moves between two decode workers, of which one dies."""
-    expected = await one_by_one(monkeypatch)
-    async with running(config(**FEW_PAGES, limits=LEASES), kind=TwoDecoders) as run:
-        cluster = await storm(run, requests, streams, expected)
-        assert cluster.first.counters["forced_tokens"] > 0
-        assert cluster.second.counters["forced_tokens"] > 0

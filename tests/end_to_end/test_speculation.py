@@ -14,14 +14,10 @@ from tests.end_to_end import grammar_requests
 from tests.end_to_end.clusters import Running, golden_copy, running
 from tests.end_to_end.drafts import KnowingDrafter, counted, learn, same_logprobs, speculating
 from tests.end_to_end.mixed_requests import mixed_requests, streams
-from tests.end_to_end.two_decoders import LEASES, TwoDecoders, storm
 from tests.fakes.cluster import Collected
 from tests.lanes import first_ci
 from tests.models.next_token_checkpoints import eagle_head
-from tests.shapes import FAMILY, FEW_PAGES, config
-
-# On a busy machine the first use of a program, which compiles it, takes minutes.
-PATIENTLY = replace(LEASES, step_seconds=600.0)
+from tests.shapes import FAMILY, config
 
 
 def all_requests(run: Running) -> list[Request]:
@@ -154,21 +150,6 @@ async def test_the_shipped_model_takes_several_tokens_a_step_with_its_own_layer(
         (done,) = await run.complete_all([run.request("Once upon a time", max_tokens=100)])
         steps = sum(isinstance(command, DecodeSteps) for command in run.recording.decode)
     assert len(done.tokens[0]) > 1.6 * steps
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("source", ["ngram", "mtp"])
-async def test_drafts_of_sequences_in_a_storm_change_no_stream(
-    source: str, knowing: type[KnowingDrafter]
-) -> None:
-    """Too few pages, moves between two decode workers, of which one dies."""
-    expected = await alone()
-    engine = speculating(config(**FEW_PAGES, limits=PATIENTLY), source)
-    async with running(engine, kind=TwoDecoders) as run:
-        learn(knowing, all_requests(run), expected)
-        cluster = await storm(run, all_requests, streams, streams(expected))
-        for worker in (cluster.first, cluster.second):
-            assert 0 < worker.counters["accepted_tokens"] < worker.counters["drafted_tokens"]
 
 
 @pytest.mark.ci
