@@ -70,9 +70,9 @@ class RunningCluster:
 
 
 @contextmanager
-def cluster(folder: Path, *flags: str) -> Iterator[RunningCluster]:
+def cluster(folder: Path, *flags: str, xla_flags: str = "") -> Iterator[RunningCluster]:
     """On leaving no process of it lives, whatever happened."""
-    environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
+    environment = {**os.environ, "XLA_FLAGS": xla_flags}
     log = folder / f"cluster-{time.monotonic_ns()}.log"
     with log.open("w") as errors:
         process = subprocess.Popen(
