@@ -176,7 +176,12 @@ def test_a_model_may_know_more_ids_than_its_tokenizer_or_fewer(options: dict[str
 
 def test_ids_that_do_not_follow_the_grammar_leave_nothing_to_choose() -> None:
     matcher = begin(Grammar(GrammarKind.REGEX, "[0-9]+"), ids_of("dog"))
-    assert allowed(matcher) == []
+    assert allowed(matcher) == [] and matcher.error
+
+
+def test_ids_behind_the_end_are_ignored() -> None:
+    matcher = begin(Grammar(GrammarKind.REGEX, "[0-9]+"), [*ids_of("1"), EOS[0], *ids_of("dog")])
+    assert not matcher.error
 
 
 SCHEMAS = {
