@@ -371,6 +371,68 @@ def test_the_context_is_what_the_rope_type_stretches_it_to(
     assert config.context_tokens == context
 
 
+def test_silent_fields_take_the_familys_own_defaults() -> None:
+    silent = {
+        name: value
+        for name, value in BASE.items()
+        if name not in ("rope_theta", "num_key_value_heads")
+    }
+
+    def read(family: str, **fields: object) -> DecoderConfig:
+        return read_config(HfConfig({"model_type": family, **silent, **fields}))
+
+    assert read("llama").attention.kv_heads == 4
+    assert read("qwen3", num_key_value_heads=None).attention.kv_heads == 4
+    mixtral = read("mixtral", num_attention_heads=8)
+    assert (mixtral.attention.rope.theta, mixtral.norm_epsilon) == (1e6, 1e-5)
+    assert read("llama").attention.rope.theta == 1e4
+    assert read("qwen3_moe").attention.head_dim == 8
+    assert read("qwen3", num_attention_heads=32).attention.head_dim == 128
+    with pytest.raises(CheckpointError, match="num_key_value_heads must divide"):
+        read("qwen2")
+
+
+def test_biases_and_norms_follow_the_family() -> None:
+    def marks(config: DecoderConfig) -> tuple[bool, ...]:
+        attention = config.attention
+        return (
+            attention.qkv_bias,
+            attention.output_bias,
+            attention.qk_norm == "head",
+            config.mlp_bias,
+        )
+
+    assert marks(_read("llama", attention_bias=True)) == (True, True, False, False)
+    assert marks(_read("llama", mlp_bias=True)) == (False, False, False, True)
+    assert marks(_read("qwen2")) == (True, False, False, False)
+    assert marks(_read("qwen3")) == marks(_read("qwen3_moe")) == (False, False, True, False)
+    assert marks(_read("qwen3", attention_bias=True)) == (True, True, True, False)
+    assert marks(_read("mistral")) == marks(_read("mixtral")) == (False, False, False, False)
+
+
+def test_latent_attention_is_read_from_configs_in_either_form() -> None:
+    yarn = {"type": "yarn", "factor": 40, "mscale": 1.0, "mscale_all_dim": 0.7}
+    old = {"rope_scaling": yarn | {"original_max_position_embeddings": 4096}, "head_dim": 64}
+    experts = {"n_routed_experts": 16, "n_group": 4, "topk_group": 2}
+    v3 = _read("deepseek_v3", **old, **experts, qk_nope_head_dim=128)
+    latent = v3.attention.latent
+    assert latent is not None and v3.geometry.kv_heads == v3.attention.kv_heads == 1
+    assert (latent.query_rank, latent.rank, latent.rope_dim) == (1536, 512, 64)
+    assert v3.attention.head_dim == 192 and v3.attention.rope.head_dim == 64
+    wider = 1 + 0.1 * 0.7 * math.log(40)
+    assert v3.attention.scale == pytest.approx(192**-0.5 * wider**2)
+    assert v3.attention.rope.interleaved and v3.left_aside == 1
+    assert [layer.experts is not None for layer in v3.layers] == [False] * 3 + [True]
+    lite = _read("deepseek_v2", q_lora_rank=None, num_experts_per_tok=6)
+    assert lite.attention.latent is not None and lite.attention.latent.query_rank == 0
+    assert lite.experts is not None and lite.experts.scores == "softmax"
+    assert _read("kimi_k2", **experts).attention.latent == v3.attention.latent
+    kinds = ["dense", "sparse", "dense", "sparse"]
+    flash = _read("glm4_moe_lite", mlp_layer_types=kinds, rope_interleave=False)
+    assert [layer.experts is not None for layer in flash.layers] == [False, True] * 2
+    assert not flash.attention.rope.interleaved
+
+
 def test_gemma_3_is_read_as_its_published_configs_state_it() -> None:
     # google/gemma-3-4b-it says so little; google/gemma-3-27b-it states the sizes that differ.
     stated = {"hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 34}
