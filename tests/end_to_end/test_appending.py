@@ -2,6 +2,7 @@
 process between different layouts and page sizes, and in processes. The streams are those of a
 server without a prefix cache."""
 
+import asyncio
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -70,6 +71,23 @@ async def test_what_the_decode_mesh_appends_changes_no_token() -> None:
         counters = run.cluster._workers[1].counters
         assert counters["tokens_appended"] == sum(computed)
     assert streams == await reference()
+
+
+@pytest.mark.ci
+async def test_nothing_is_compiled_after_warm_up_where_the_decode_mesh_appends() -> None:
+    engine = replace(config(warm_up=True), prefix=PrefixConfig(True, 16, append_tokens=APPEND))
+    async with running(engine) as run:
+        talk, before = Conversations(run, seed=2), run.cluster.compilations
+        history = talk.words(100)
+        for turn in range(4):
+            done = await run.complete(
+                run.request(history, f"turn {turn}", max_tokens=24, ignore_eos=True)
+            )
+            history += (*done.tokens[0], *talk.words((3, 10, 5, 1)[turn]))
+            while any(one.attempts for one in run.cluster.path.placer.status().accounts):
+                await asyncio.sleep(0.01)
+        assert run.cluster._workers[1].counters["prompts_appended"] == 3
+        assert run.cluster.compilations == before
 
 
 @pytest.mark.ci

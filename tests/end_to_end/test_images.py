@@ -92,6 +92,28 @@ async def test_a_chunk_may_have_more_images_than_are_kept(
 
 
 @pytest.mark.ci
+async def test_preempted_prompts_with_images_are_computed_anew(tmp_path: Path) -> None:
+    found, images = golden_images(PIXTRAL)
+    prompt = found["prompt"].tolist()
+    other = (other_image(images[0]), images[1])
+    few = {"pages": 20, "decode_page": 8, "growth": 1}
+    most = 60
+    made = engine(tmp_path, PIXTRAL, Mode.CHUNKED, **few)
+    async with running(made) as run:
+        alone = [
+            (await run.complete(asked(run, prompt, each, max_tokens=most))).tokens
+            for each in (images, other)
+        ]
+        requests = [
+            asked(run, prompt, (images, other)[at % 2], f"r{at}", max_tokens=most)
+            for at in range(4)
+        ]
+        done, preemptions = await run.complete_preempted(requests)
+    assert preemptions > 0
+    assert [one.tokens for one in done] == alone * 2
+
+
+@pytest.mark.ci
 async def test_moved_sequences_keep_their_positions(tmp_path: Path) -> None:
     found, images = golden_images(QWEN)
     prompt = found["prompt"].tolist()
@@ -141,3 +163,19 @@ async def test_a_model_without_an_encoder_refuses_images_by_name() -> None:
     async with running(config()) as run:
         with pytest.raises(InvalidRequestError, match="no vision encoder"):
             await run.complete(asked(run, range(3, 60), images))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [PIXTRAL, DEEP])
+async def test_nothing_is_compiled_for_images_after_warm_up(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(vision_config, "MOST_PATCHES", 512)
+    found, images = golden_images(name)
+    made = engine(tmp_path, name, Mode.UNIFIED, warm_up=True, slots=1, context=64)
+    made = replace(made, prefix=PrefixConfig())
+    async with running(made) as run:
+        before = run.cluster.compilations
+        done = await run.complete(asked(run, found["prompt"].tolist(), images))
+        assert done.tokens[0] == found["greedy"].tolist()
+        assert run.cluster.compilations == before

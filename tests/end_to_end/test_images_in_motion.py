@@ -1,5 +1,5 @@
-"""Prompts with images on sharded prefill meshes, from host memory, and after the death of the
-prefill worker: streams are those of transformers, and another image never hits."""
+"""Prompts with images on sharded prefill meshes, from slower tiers of the prefix cache, and after
+the death of the prefill worker: streams are those of transformers, and another image never hits."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +13,7 @@ from jdisagg.prompt.images import PromptImage
 from jdisagg.request import CachedTokens
 from tests.end_to_end.clusters import Running, running
 from tests.end_to_end.conversations import push_out
+from tests.end_to_end.fetching import Returning
 from tests.end_to_end.pictures import PIXTRAL, QWEN, SEEING, asked, engine, file
 from tests.end_to_end.two_prefills import TwoPrefills
 from tests.golden.images import golden_images, other_image
@@ -85,6 +86,24 @@ async def test_kv_of_images_comes_back_from_host_memory_for_the_same_image_alone
         assert (await cached_in(run, "again", images, name)).host >= 16
         counters = run.cluster._workers[0].counters
         assert counters["host_blocks_broken"] == counters["host_restores_failed"] == 0
+
+
+@pytest.mark.ci
+async def test_kv_of_images_is_fetched_from_a_peer_for_the_same_image_alone(tmp_path: Path) -> None:
+    _, images = golden_images(PIXTRAL)
+    other = (other_image(images[0]), images[1])
+    made = engine(tmp_path, PIXTRAL, Mode.DISAGGREGATED, decode_page=8)
+    made = replace(made, prefix=PrefixConfig(True, 16, host_gib=0, peer_fetch=True))
+    async with running(made, kind=Returning) as run:
+        prefill, decode = run.cluster._workers
+        await cached_in(run, "first", images, PIXTRAL)
+        prefill._kept.clear()
+        assert (await cached_in(run, "second other", other, PIXTRAL)).total == 0
+        assert prefill.counters["peer_tokens_restored"] == 0
+        prefill._kept.clear()
+        found = await cached_in(run, "second", images, PIXTRAL)
+        assert prefill.counters["peer_tokens_restored"] == found.total >= 16
+        assert decode.counters["peer_blocks_given"] > 0
 
 
 @pytest.mark.ci
