@@ -16,12 +16,12 @@ import urllib.error
 import urllib.request
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import cast
 
 import msgspec
 
-from jdisagg.config import EngineConfig
 from jdisagg.errors import ConfigError
 from jdisagg.node.deployment import prepare_engine
 from jdisagg.node.signals import end_at_once
@@ -105,7 +105,7 @@ async def _run(source: Path, total: int, output: AnswerFile) -> None:
 
 @contextlib.asynccontextmanager
 async def _engine() -> AsyncIterator[tuple[Answer, int]]:
-    config: EngineConfig = engine_config(flags)
+    config = replace(engine_config(flags), warm_up=False)  # only some of the programs are needed
     prepare_engine(config, flags.devices)
     deployment = deployment_of(config, tell=lambda text: print(text, file=sys.stderr, flush=True))
     await deployment.start()

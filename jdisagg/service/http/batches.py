@@ -112,7 +112,9 @@ class Batches:
             0,
             now,
             now + WINDOW_SECONDS,
-            metadata=asked.metadata and {k: str(v) for k, v in asked.metadata.items()},
+            metadata={name: str(value) for name, value in asked.metadata.items()}
+            if asked.metadata is not None
+            else None,
         )
         self._jobs.add(batch)
         await exchange.reply(_encode(shown_batch(batch)))

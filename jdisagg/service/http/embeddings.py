@@ -38,9 +38,7 @@ class Embeddings:
     async def embeddings(self, exchange: Exchange) -> None:
         fields = Fields.of(await exchange.body(self._limit_bytes))
         exchange.fields = fields.names
-        sent, asked = fields.fill(PromptOnly), fields.fill(Embed)
-        if ignored := ignored_header(fields):
-            exchange.reply_headers.append((IGNORED, ignored))
+        sent = fields.fill(PromptOnly)
         check_model(sent.model, self._frontend)
         form, name = self._frontend.prompts.codec.embedding, self._frontend.model.name
         if form is None:
@@ -50,6 +48,9 @@ class Embeddings:
                 404,
                 "not_found",
             )
+        asked = fields.fill(Embed)
+        if ignored := ignored_header(fields):
+            exchange.reply_headers.append((IGNORED, ignored))
         if asked.encoding_format not in ("float", "base64"):
             raise InvalidRequestError(
                 f"encoding_format must be float or base64, got {asked.encoding_format[:80]!r}"

@@ -66,8 +66,33 @@ _PATHS: dict[str, dict[str, tuple[str, Forms]]] = {
     "/reset_prefix_cache": {"post": ("Clears the prefix caches of all workers.", ())},
     "/is_sleeping": {"get": ("States whether all workers sleep.", ())},
     "/v1/embeddings": {
-        "post": ("Is refused: no embedding model is served.", (bodies.ModelFields,))
+        "post": ("Embeds inputs, with an embedding model.", (bodies.PromptOnly, bodies.Embed))
     },
+    **dict.fromkeys(
+        ("/v1/rerank", "/v2/rerank", "/rerank"),
+        {
+            "post": (
+                "Sorts documents by their match with a query, with a reranker.",
+                (bodies.PromptOnly, bodies.Rerank),
+            )
+        },
+    ),
+    **dict.fromkeys(
+        ("/v1/score", "/score"),
+        {"post": ("Scores pairs of texts, with a reranker.", (bodies.PromptOnly, bodies.Score))},
+    ),
+    "/v1/files": {
+        "get": ("Lists files of batches.", ()),
+        "post": ("Stores a file of a batch.", ()),
+    },
+    "/v1/files/{id}": {"get": ("Describes a file.", ()), "delete": ("Deletes a file.", ())},
+    "/v1/files/{id}/content": {"get": ("Returns the content of a file.", ())},
+    "/v1/batches": {
+        "get": ("Lists batches.", ()),
+        "post": ("Begins a batch.", (bodies.BatchFields,)),
+    },
+    "/v1/batches/{id}": {"get": ("Describes a batch.", ())},
+    "/v1/batches/{id}/cancel": {"post": ("Cancels a batch.", ())},
     "/tokenize": {
         "post": (
             "Converts a prompt or a chat to tokens.",

@@ -107,10 +107,12 @@ class Reranker:
     async def _read(self, exchange: Exchange, form: type[F]) -> tuple[Fields, PromptOnly, F]:
         fields = Fields.of(await exchange.body(self._limit_bytes))
         exchange.fields = fields.names
-        sent, asked = fields.fill(PromptOnly), fields.fill(form)
+        sent = fields.fill(PromptOnly)
+        check_model(sent.model, self._frontend)
+        self._found_form()
+        asked = fields.fill(form)
         if ignored := ignored_header(fields):
             exchange.reply_headers.append((IGNORED, ignored))
-        check_model(sent.model, self._frontend)
         return fields, sent, asked
 
     async def _reply(

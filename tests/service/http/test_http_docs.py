@@ -1,6 +1,7 @@
 """What describes the API: OpenAPI and its page, a rendered chat, and the refusal of embeddings."""
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,6 +10,11 @@ from jdisagg.config import ServiceConfig
 from tests.service.doors import MODEL, FakePath
 from tests.service.http_doors import HttpDoor, http_door
 
+# Of other models, or with a folder of batches.
+OF_OTHERS = (
+    *("/v1/embeddings", "/v1/rerank", "/v2/rerank", "/rerank", "/v1/score", "/score"),
+    "/v1/batches",
+)
 PAGE = ("/", "/docs", "/openapi.json", "/web/", "/api/")
 
 
@@ -16,8 +22,8 @@ async def described(door: HttpDoor) -> dict[str, Any]:
     return (await door.ask("/openapi.json")).fields
 
 
-async def test_every_endpoint_is_described_and_no_other() -> None:
-    keeps = ServiceConfig(kept_responses_mib=1)
+async def test_every_endpoint_is_described_and_no_other(tmp_path: Path) -> None:
+    keeps = ServiceConfig(kept_responses_mib=1, batch_folder=str(tmp_path))
     async with http_door(service=keeps) as door:
         found: dict[str, set[str]] = {}
         for route in door.server.http._routes.application().routes:
@@ -41,7 +47,7 @@ async def test_every_described_field_is_read(door: HttpDoor) -> None:
     checked = 0
     for path, methods in (await described(door))["paths"].items():
         body = methods.get("post", {}).get("requestBody")
-        if body is None or path in (*WEIGHTS, "/v1/embeddings") or "lora_adapter" in path:
+        if body is None or path in (*WEIGHTS, *OF_OTHERS) or "lora_adapter" in path:
             continue
         schema = body["content"]["application/json"]["schema"]
         fields = dict.fromkeys(schema["properties"]) | {

@@ -1,7 +1,7 @@
 """/v1/embeddings through OpenAI's client: inputs, forms of vectors, prompts by name, refusals."""
 
 import base64
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -20,7 +20,7 @@ from tests.service.http_doors import HttpDoor, http_door, running
 FORM = EmbeddingForm("last", True, {"query": "Find: "})
 
 
-def state_of(ids: tuple[int, ...]) -> np.ndarray:
+def state_of(ids: Sequence[int]) -> np.ndarray:
     return np.array([len(ids), ids[0], ids[-1], 1], np.float32)
 
 

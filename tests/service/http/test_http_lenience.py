@@ -255,7 +255,7 @@ async def test_json_has_many_names(door: HttpDoor) -> None:
 
 
 async def test_what_needs_a_model_of_another_kind_is_refused_by_name(door: HttpDoor) -> None:
-    for path in ("/v1/rerank", "/v1/moderations"):
+    for path in ("/classify", "/v1/moderations"):
         answer = await door.ask(path, {"input": "x", "model": "tiny"})
         assert answer.status == 404
         assert f"{path} is not served: the model generates" in str(answer.body)
