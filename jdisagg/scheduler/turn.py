@@ -50,6 +50,7 @@ class Facts(msgspec.Struct, frozen=True, gc=False):
             steps in flight end.
         offered_tokens: For each decode worker, the number of tokens whose KV it has not fetched
             yet.
+        at: The time of the turn in seconds.
     """
 
     step: int | None
@@ -59,6 +60,7 @@ class Facts(msgspec.Struct, frozen=True, gc=False):
     kv_arriving: bool = False
     kv_completing: bool = False
     offered_tokens: Mapping[str, int] = _NOTHING
+    at: float = 0.0
 
 
 @dataclass(slots=True)
@@ -134,6 +136,7 @@ class Scheduler:
 
     def turn(self, now: Facts) -> Turn:
         state, admission = self._state, self.admission
+        state.residency.retained.advance(now.at)
         self._forget_ended()
         stalled, full = stalled_destinations(now.offered_tokens, self._most_offered)
         yielded = 0

@@ -102,13 +102,15 @@ class DecodeWorker(MeshWorker):
     def _facts(self, step: int | None) -> Facts:
         spans, loop = self._interruptible is not None, self._loop
         newest = loop.newest(DecodeSteps) if step is not None else 0
+        now = self._clock.now()
         return Facts(
             step,
-            self._clock.now() + self._limits.reservation_lease_seconds,
+            now + self._limits.reservation_lease_seconds,
             newest > 0,
             loop.in_flight(PrefillChunk),
             not spans and step is not None and self._incoming.arriving,
             newest > 0 and self._incoming.completing_before(newest),
+            at=now,
         )
 
     def _apply(self, command: StepCommand, result: StepResult) -> None:
