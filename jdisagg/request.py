@@ -538,6 +538,8 @@ class Usage:
         reasoning_tokens: Number of completion tokens that are reasoning, or None without a
             reasoning parser.
         cached_by_tier: `cached_tokens` by tier, or None if not reported.
+        created_tokens: Number of prompt tokens that were cached newly and that the request asked
+            to retain, in whole blocks.
         weights: Versions of the weights that chose the completion tokens, in order, each with its
             number of tokens. The server's initial weights have version "". Empty if only these were
             used.
@@ -549,6 +551,7 @@ class Usage:
     reasoning_tokens: int | None = None
     cached_by_tier: CachedTokens | None = None
     weights: tuple[tuple[str, int], ...] = ()
+    created_tokens: int = 0
 
 
 @plain

@@ -233,7 +233,8 @@ class DecodeWorker(MeshWorker):
         self._hold(group, self._limits.reservation_lease_seconds)
         of_prompt = restored.split(group.rank, min(cached, group.prompt_tokens))
         left, own = max(0.0, group.handoff.deadline - self._clock.now()), self._hello.weights
-        return Reservation(key, self.name, group.rank, left, cached, of_prompt, own)
+        block = self._kept.block_tokens
+        return Reservation(key, self.name, group.rank, left, cached, of_prompt, own, block)
 
     def _take(self, call: ReserveCall) -> None:
         self._check_serving(call.request, call.children, call.computes)

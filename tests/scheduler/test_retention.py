@@ -16,8 +16,14 @@ from jdisagg.scheduler.residency import BlockNames, Residency
 from jdisagg.scheduler.retention import EvictionOrder, Retained, worth
 
 PAGE = 4
+
+
+def at_first(retention: Retention) -> float:
+    return retention.weight * retention.seconds
+
+
 LONG, SHORT = Retention(4.0, 1000.0), Retention(1.0, 60.0)
-RETENTIONS = {None: None, "long": LONG, "short": SHORT}
+RETENTIONS: dict[str | None, Retention | None] = {None: None, "long": LONG, "short": SHORT}
 
 
 def request(tokens: tuple[int, ...], retention: Retention | None, retained: int = 0) -> Request:
@@ -55,7 +61,7 @@ def test_the_block_of_least_worth_goes_first(
         retained.asked(request((1,), retention), (name,), PAGE)
         if retention is not None:
             known = of_block.get(name, retention)
-            longest = max(known, retention, key=lambda one: one.weight * one.seconds)
+            longest = max(known, retention, key=at_first)
             of_block[name] = longest
         order.add(name)
         last[name] = now, at, of_block.get(name)

@@ -32,6 +32,7 @@ _SENT_AS = {
     "include_stop_str_in_output": ("no_stop_trim",),
     "request_id": ("rid",),
     "cache_salt": ("extra_key",),
+    "session": ("session_id", "prompt_cache_key"),
 }
 _FORMATS = "text, json_object, json_schema or structural_tag"
 
