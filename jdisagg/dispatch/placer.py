@@ -48,7 +48,7 @@ from jdisagg.router.decision import (
 from jdisagg.router.placement import NO_WORK, decide, price_sources
 from jdisagg.router.predictor import LearnedLengths
 from jdisagg.router.replacements import another_decode, another_prefill
-from jdisagg.router.session_workers import SessionWorkers
+from jdisagg.router.session_workers import NOBODY, SessionWorkers
 from jdisagg.settings.timeouts import DEFAULT_TIMEOUTS, Timeouts
 from jdisagg.spending import Spending
 from jdisagg.telemetry import Counters
@@ -506,7 +506,7 @@ class Placer:
             {} if adapter is None else self.accounts.state.adapter_loads(adapter.digest),
             self.accounts.state.yielding(asked.request.priority),
             sized.blocks.block_tokens or 1,
-            self._sessions.of(asked.request),
+            NOBODY if asked.request.hints is None else self._sessions.of(asked.request),
         )
 
     def _charge(
@@ -530,8 +530,9 @@ class Placer:
             query.work.children,
             query.work.expected_tokens,
         )
-        workers = frozenset(filter(None, (decision.prefill, decision.decode)))
-        self._sessions.placed(sized.asked.request, workers)
+        if sized.asked.request.hints is not None:
+            workers = frozenset(filter(None, (decision.prefill, decision.decode)))
+            self._sessions.placed(sized.asked.request, workers)
         placed = self.accounts.place(decision.prefill, decision.decode, work, now)
         # Only on these workers do prompts wait for each other's blocks.
         table, row = self.accounts.state.table, self.accounts.state.row_of(decision.decode)
