@@ -2,6 +2,8 @@
 
     python -m benchmarks.retention --name=retention
 
+Each cell is simulated in a process of its own.
+
 Conversations of ten turns begin one after the other. Between two turns a tool runs for a minute or
 two, in which prompts that nobody repeats come and fill the caches several times. The same arrivals
 are simulated three times: without hints, with a session key, and with a key and a retention of one
@@ -11,8 +13,11 @@ and a decode pool; workers cache KV in pages alone, or also in host memory.
 Figures: of turns 2 to 10 the part of the prompt tokens that was cached, the tokens that were
 computed though an earlier turn had them, and the TTFT; of other prompts the TTFT."""
 
+import itertools
+import multiprocessing
 import statistics
-from dataclasses import replace
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass, replace
 
 import numpy as np
 from absl import app, flags
@@ -38,7 +43,18 @@ TURNS, BLOCK, GRAIN = 10, 512, 128
 FIRST, NEW, ANSWER = 6144, 512, 256  # tokens of a conversation's first prompt and of later turns
 FLOOD, FLOOD_ANSWER = 4096, 64  # mean tokens of other prompts and of their answers
 PAUSE_SECONDS = (40.0, 120.0)  # of a tool
+_NAME_OF = "host {} GiB, {}".format
 WAYS = ("without hints", "session key", "key and retention")
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """The load of each cell; the fields are the flags."""
+
+    requests: int
+    talks: int
+    rate: float
+    cache_tokens: int
 
 
 def talk(number: int, begin: float, random: np.random.Generator, way: str) -> list[Arrival]:
@@ -56,29 +72,29 @@ def talk(number: int, begin: float, random: np.random.Generator, way: str) -> li
     return found
 
 
-def flood(random: np.random.Generator, seconds: float) -> list[Arrival]:
+def flood(random: np.random.Generator, count: int, seconds: float) -> list[Arrival]:
     """Returns prompts without a common prefix, as a Poisson process of `seconds` seconds."""
-    times = np.sort(random.uniform(0.0, seconds, _REQUESTS.value))
-    lengths = random.lognormal(np.log(FLOOD), 0.5, _REQUESTS.value).clip(256, 16_384).astype(int)
+    times = np.sort(random.uniform(0.0, seconds, count))
+    lengths = random.lognormal(np.log(FLOOD), 0.5, count).clip(256, 16_384).astype(int)
     return [
         Arrival(float(at), int(length), FLOOD_ANSWER)
         for at, length in zip(times, lengths, strict=True)
     ]
 
 
-def arrivals(way: str) -> list[Arrival]:
+def arrivals(way: str, load: Load) -> list[Arrival]:
     """Returns the same arrivals for each way, but for their hints."""
     random = np.random.default_rng(7)
-    seconds = _REQUESTS.value / _RATE.value
+    seconds = load.requests / load.rate
     last = max(0.0, seconds - TURNS * sum(PAUSE_SECONDS) / 2)
-    begins = np.sort(random.uniform(0.0, last, _TALKS.value)).tolist()
+    begins = np.sort(random.uniform(0.0, last, load.talks)).tolist()
     talks = [one for at, begin in enumerate(begins) for one in talk(at, begin, random, way)]
-    return sorted(talks + flood(random, seconds), key=lambda one: one.at_seconds)
+    return sorted(talks + flood(random, load.requests, seconds), key=lambda one: one.at_seconds)
 
 
-def fleet(host_gib: float) -> Fleet:
+def fleet(host_gib: float, cache_tokens: int) -> Fleet:
     """Returns two prefill workers and two decode workers with small caches."""
-    pages = _CACHE.value // INSTANCE.page_size
+    pages = cache_tokens // INSTANCE.page_size
     instance = replace(INSTANCE, pages_per_rank=pages)
     pool = Pool(2, accelerator("h100"), instance)
     prefix = PrefixConfig(True, GRAIN, host_gib=host_gib, peer_fetch=True)
@@ -115,18 +131,22 @@ def figures(result: Result, arrived: list[Arrival]) -> dict[str, float]:
     }
 
 
+def cell(host_gib: str, way: str, load: Load) -> dict[str, float]:
+    """Simulates one cell, and returns its figures."""
+    arrived = arrivals(way, load)
+    return figures(simulate(fleet(float(host_gib), load.cache_tokens), arrived), arrived)
+
+
 def main(_: list[str]) -> None:
-    cells: dict[str, dict[str, float]] = {}
-    for host in _HOST.value:
-        for way in WAYS:
-            arrived = arrivals(way)
-            found = figures(simulate(fleet(float(host)), arrived), arrived)
-            cells[f"host {host} GiB, {way}"] = found
-            print(f"host {host} GiB, {way}: " + ", ".join(f"{k} {v:.4g}" for k, v in found.items()))
+    load = Load(_REQUESTS.value, _TALKS.value, _RATE.value, _CACHE.value)
+    names = [*itertools.product(_HOST.value, WAYS)]
+    with ProcessPoolExecutor(len(names), mp_context=multiprocessing.get_context("spawn")) as pool:
+        running = {name: pool.submit(cell, *name, load) for name in names}
+        cells = {_NAME_OF(*name): one.result() for name, one in running.items()}
+    for name, found in cells.items():
+        print(f"{name}: " + ", ".join(f"{figure} {value:.4g}" for figure, value in found.items()))
     if _NAME.value:
-        settings = {name: flags.FLAGS[name].value for name in ("requests", "talks", "rate")}
-        settings["cache_tokens"] = _CACHE.value
-        save(_NAME.value, {"settings": settings, "cells": cells})
+        save(_NAME.value, {"load": asdict(load), "cells": cells})
 
 
 if __name__ == "__main__":
