@@ -32,6 +32,8 @@ MAX_GRAMMAR_BYTES = 128 << 10
 MAX_ALLOWED_TOKENS = 16_384
 MAX_BAD_WORDS = 64
 INT32 = 2**31 - 1
+MAX_RETENTION_WEIGHT = 64.0
+MAX_RETENTION_SECONDS = 86_400.0
 
 _ANY_TEXT = "(?s:.*)"
 
@@ -380,6 +382,47 @@ class Adapter:
 
 
 @plain
+class Retention:
+    """How long the cached KV of a prompt outlasts KV that was used as recently
+    (`scheduler/retention.py`). A weight: it delays eviction and never prevents it.
+
+    Attributes:
+        weight: Number by which the remaining seconds count.
+        seconds: Seconds after the last use when the retention ends.
+    """
+
+    weight: float
+    seconds: float
+
+    def __post_init__(self) -> None:
+        Rule("", 0.0, MAX_RETENTION_WEIGHT).check("weight of a retention", self.weight)
+        Rule("", 0.0, MAX_RETENTION_SECONDS).check("seconds of a retention", self.seconds)
+
+
+@plain
+class Hints:
+    """What a client knows about its request. Hints change no token of the answer.
+
+    Attributes:
+        session: Key of a conversation; empty if the request belongs to none. Keys of two tenants
+            never mean the same conversation.
+        retention: Retention of the request's KV, or None.
+        retained_tokens: Number of leading tokens of the prompt that are retained; 0 if all of the
+            prompt and the answer are.
+        answer_tokens: Expected length of the answer; 0 if unknown.
+    """
+
+    session: str = ""
+    retention: Retention | None = None
+    retained_tokens: int = 0
+    answer_tokens: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("retained_tokens", "answer_tokens"):
+            Rule("", 0, INT32).check(name, getattr(self, name))
+
+
+@plain
 class Request:
     """One request after tokenization.
 
@@ -417,6 +460,7 @@ class Request:
     images: tuple[PromptImage, ...] = ()
     pooling: str = ""
     prefill_only: bool = False
+    hints: Hints | None = None
 
     def __post_init__(self) -> None:
         if self.images:
@@ -538,6 +582,8 @@ class Usage:
         reasoning_tokens: Number of completion tokens that are reasoning, or None without a
             reasoning parser.
         cached_by_tier: `cached_tokens` by tier, or None if not reported.
+        created_tokens: Number of prompt tokens that were cached newly and that the request asked
+            to retain, in whole blocks.
         weights: Versions of the weights that chose the completion tokens, in order, each with its
             number of tokens. The server's initial weights have version "". Empty if only these were
             used.
@@ -549,6 +595,7 @@ class Usage:
     reasoning_tokens: int | None = None
     cached_by_tier: CachedTokens | None = None
     weights: tuple[tuple[str, int], ...] = ()
+    created_tokens: int = 0
 
 
 @plain

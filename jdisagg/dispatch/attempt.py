@@ -127,7 +127,7 @@ class Attempt:
             prefill = await self._prefill_worker(held) if computes else decision.prefill
             if prefill is None:
                 placement.prefill_sent()
-                self._run.note_cached(held.reservation.cached)
+                self._run.note_cached(held.reservation.cached, held.reservation.block_tokens)
                 await self._decode(held, None)
             else:
                 await self._hand_off(held, prefill)
@@ -287,7 +287,7 @@ class Attempt:
         self._placement.prefill_sent()
         reply = await self._context.cluster.prefill_port(source.worker).prefill(call)
         self._run.queue_seconds += reply.queue_seconds
-        self._run.note_cached(reply.cached)
+        self._run.note_cached(reply.cached, held.reservation.block_tokens)
         self._run.accept_prompt(reply.prompt_logprobs)
         for first in reply.tokens:
             # If a child was preempted in the meantime, another attempt generates its first token.

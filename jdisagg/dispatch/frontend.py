@@ -63,6 +63,7 @@ from jdisagg.request import (
     MAX_LOGIT_BIAS,
     MAX_STOP_TOKEN_IDS,
     Grammar,
+    Hints,
     Request,
     Resumption,
     SamplingOptions,
@@ -167,6 +168,8 @@ class Frontend:
         cache_salt: str = "",
         model: str = "",
         within_context: bool = False,
+        hints: Hints | None = None,
+        retained_part: float = 1.0,
         **options: Unpack[SamplingOptions],
     ) -> Request:
         """Validates and tokenizes a prompt, and builds the request from it.
@@ -182,6 +185,8 @@ class Frontend:
             model: Name of the model or of one of `adapters`. An empty name means the model.
             within_context: Whether to reduce a max_tokens that does not fit into the context. If
                 not set, such a request is refused.
+            hints: What the client knows about the request.
+            retained_part: Part of the prompt to which `hints.retention` applies.
 
         Raises:
             InvalidRequestError: The message names the field, the value and the limit.
@@ -205,6 +210,11 @@ class Frontend:
             if sampling.ignore_eos and (sampling.grammar is None or sampling.grammar.free)
             else self.prompts.codec.eos_ids
         )
+        if hints is not None:
+            _check_name("session", hints.session)
+            if retained_part < 1.0:
+                retained_tokens = math.ceil(retained_part * len(token_ids))
+                hints = dataclasses.replace(hints, retained_tokens=retained_tokens)
         images = await self.prompts.images.read(encoded.placed)
         return Request(
             request_id=request_id or uuid.uuid4().hex,
@@ -219,6 +229,7 @@ class Frontend:
             cache_scope=who.cache_scope(tenant, cache_salt),
             adapter=adapter,
             images=images,
+            hints=hints,
         )
 
     def _deadline(self, seconds: float | None) -> float:

@@ -48,6 +48,7 @@ from jdisagg.router.decision import (
 from jdisagg.router.placement import NO_WORK, decide, price_sources
 from jdisagg.router.predictor import LearnedLengths
 from jdisagg.router.replacements import another_decode, another_prefill
+from jdisagg.router.session_workers import NOBODY, SessionWorkers
 from jdisagg.settings.timeouts import DEFAULT_TIMEOUTS, Timeouts
 from jdisagg.spending import Spending
 from jdisagg.telemetry import Counters
@@ -267,6 +268,7 @@ class Placer:
         self._queue: AdmissionQueue[_Sized, PlacementHandle] = AdmissionQueue(
             config.weights(), clock, timeouts.request, self._place_head, self._renew
         )
+        self._sessions = SessionWorkers()
         self._lateness = Lateness()
         self._corrections = LearnedCorrections()
         self._entries: deque[_RecentDecision] = deque(maxlen=KEPT_DECISIONS)
@@ -477,6 +479,8 @@ class Placer:
         request, accepted = asked.request, len(asked.children[0].accepted)
         prompt = len(request.prompt_token_ids)
         expected = self.lengths.predict(request.tenant, prompt, request.sampling.max_tokens)
+        if request.hints is not None and request.hints.answer_tokens:
+            expected = min(request.hints.answer_tokens, request.sampling.max_tokens)
         return Work(prompt + accepted, 0, len(asked.children), max(1, expected - accepted))
 
     def _limit(self, asked: PlacementRequest) -> float:
@@ -502,6 +506,7 @@ class Placer:
             {} if adapter is None else self.accounts.state.adapter_loads(adapter.digest),
             self.accounts.state.yielding(asked.request.priority),
             sized.blocks.block_tokens or 1,
+            NOBODY if asked.request.hints is None else self._sessions.of(asked.request),
         )
 
     def _charge(
@@ -525,6 +530,9 @@ class Placer:
             query.work.children,
             query.work.expected_tokens,
         )
+        if sized.asked.request.hints is not None:
+            workers = frozenset(filter(None, (decision.prefill, decision.decode)))
+            self._sessions.placed(sized.asked.request, workers)
         placed = self.accounts.place(decision.prefill, decision.decode, work, now)
         # Only on these workers do prompts wait for each other's blocks.
         table, row = self.accounts.state.table, self.accounts.state.row_of(decision.decode)

@@ -144,6 +144,7 @@ class RequestRun:
         self.preemptions = 0
         self._weights: dict[str, int] = {}  # accepted tokens by the weights' version
         self._cached: CachedTokens | None = None
+        self._block_tokens = 0
         self._had = resumption.children if resumption else ()
         # Sent with the first event, so any client that has received an event has them.
         self._prompt_logprobs: PromptLogprobs | None = None
@@ -224,12 +225,12 @@ class RequestRun:
         self.first_placement = self.first_placement or placement
         self.context_tokens = placement.decision.context_tokens
 
-    def note_cached(self, tokens: CachedTokens) -> None:
+    def note_cached(self, tokens: CachedTokens, block_tokens: int) -> None:
         """Records the number of prompt tokens that the first prefill found in the cache. The
         numbers of later attempts are ignored, because they include KV that the first attempt
-        computed."""
+        computed. `block_tokens`: length of the decode worker's cached blocks, or 0."""
         if self._cached is None:
-            self._cached = tokens
+            self._cached, self._block_tokens = tokens, block_tokens
 
     def next_attempt(self) -> int:
         self._attempt += 1
@@ -336,7 +337,15 @@ class RequestRun:
             cached.total,
             cached_by_tier=cached,
             weights=self._weights_used(),
+            created_tokens=self._created_tokens(cached.total),
         )
+
+    def _created_tokens(self, cached_tokens: int) -> int:
+        hints, block = self.request.hints, self._block_tokens
+        if hints is None or hints.retention is None or not block:
+            return 0
+        retained = min(hints.retained_tokens or self.prompt_tokens, self.prompt_tokens)
+        return max(0, retained // block * block - cached_tokens)
 
     def _weights_used(self) -> tuple[tuple[str, int], ...]:
         first = self.output_tokens - sum(self._weights.values())

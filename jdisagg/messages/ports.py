@@ -80,7 +80,8 @@ class Reservation(Message, frozen=True):
     """KV pages reserved on a decode worker for `lease_seconds`, or until `generate` uses them. The
     KV of the first `cached_tokens` positions is in the decode worker's cache, so it is neither
     computed nor sent. `cached` counts the prompt tokens among these by cache tier. `weights` is the
-    identity of the worker's weights."""
+    identity of the worker's weights. `block_tokens` is the length of its cached blocks; 0 without a
+    prefix cache."""
 
     reservation_id: int
     worker: str
@@ -89,6 +90,7 @@ class Reservation(Message, frozen=True):
     cached_tokens: int = 0
     cached: CachedTokens = CachedTokens()
     weights: str = ""
+    block_tokens: int = 0
 
 
 class FirstToken(Message, frozen=True):

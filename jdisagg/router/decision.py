@@ -65,6 +65,7 @@ class PlacementQuery:
         yielding: For each worker, its load of lower priority, which it would preempt for this
             attempt: numbers of sequences, pages, waiting requests and queued prompt tokens.
         block_tokens: Number of tokens of a cached block. 1 without a prefix cache.
+        session_workers: Workers of the last turn of the request's session.
     """
 
     work: Work
@@ -83,6 +84,7 @@ class PlacementQuery:
     loads: Mapping[str, float] = field(default_factory=dict)
     yielding: Mapping[str, tuple[int, int, int, int]] = field(default_factory=dict)
     block_tokens: int = 1
+    session_workers: frozenset[str] = frozenset()
 
     @property
     def most_known(self) -> int:
@@ -111,6 +113,8 @@ class PlacementPolicy:
         decode_first: Whether decode pages are reserved before the prefill starts. If so, waiting
             for pages delays the first token. If not, it delays the second.
         gone_seconds: Seconds without a heartbeat after which a worker gets no requests at all.
+        session_gain: Largest part of the time to first token and hand-off that workers of the
+            session's last turn may take longer than others and still be chosen.
         far_prefill_tokens: Prompts with fewer uncached tokens are prefilled in the decode worker's
             rack if possible.
     """
@@ -125,6 +129,7 @@ class PlacementPolicy:
     peer_fetch: bool = False
     fetch_from_decode: bool = False
     far_prefill_tokens: int = 0
+    session_gain: float = 0.1
 
 
 @plain

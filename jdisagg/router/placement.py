@@ -94,6 +94,9 @@ def decide(
     decision = _choose(state, weighed, decodes, query, policy)
     if decision.prefill is None:
         decision = _with_source(state, decision, prefills, decodes, query, policy)
+    if again := sorted(query.session_workers & {decision.prefill, decision.decode}):
+        reason = f"{decision.reason}; the session's last turn was on {' and '.join(again)}"
+        decision = replace(decision, reason=reason)
     # Assumed times can rank workers. They neither refuse nor defer a request.
     if query.under_way or PriceSource.ASSUMED in price_sources(state, decision):
         return decision
@@ -215,7 +218,7 @@ def _choose(
     policy: PlacementPolicy,
 ) -> Decision:
     paired = _pair(state, weighed, decodes, query, policy)
-    alone = _alone(state, weighed, decodes, query)
+    alone = _alone(state, weighed, decodes, query, policy)
     if alone is None:
         if paired is None:
             raise no_worker(state, state.prefill, "prefill")
@@ -290,7 +293,10 @@ def _pair(
 ) -> tuple[Decision, float] | None:
     if not weighed.pairs.size:
         return None
-    which, other = divmod(int(weighed.pairs.argmin()), weighed.pairs.shape[1])
+    best = int(weighed.pairs.argmin())
+    if query.session_workers:
+        best = _of_session(state, weighed, decodes, query, best, policy.session_gain)
+    which, other = divmod(best, weighed.pairs.shape[1])
     cost = float(weighed.pairs[which, other] + weighed.spared[which])
     if cost == np.inf:
         return None
@@ -322,21 +328,49 @@ def _pair(
     return found, cost
 
 
+def _of_session(
+    state: ClusterState,
+    weighed: Weighed,
+    decodes: Candidates,
+    query: PlacementQuery,
+    best: int,
+    gain: float,
+) -> int:
+    """Returns the index of the pair with the least cost, where each worker of the session's last
+    turn makes up for half of the part `gain` of the best pair's time to first token and
+    hand-off."""
+    prefills, side, pairs = weighed.prefills, weighed.decodes, weighed.pairs
+    which, other = divmod(best, pairs.shape[1])
+    seconds = prefills.queue[which] + prefills.prefill[which] + weighed.transfer[which, other]
+    rows = [*map(state.row_of, query.session_workers)]
+    again = np.isin(prefills.rows, rows)[:, None] * 0.5 + np.isin(decodes.rows, rows) * 0.5
+    return int((pairs - gain * float(seconds + side.step[other]) * again).argmin())
+
+
 def _fetching(decision: Decision, peer: str, tokens: int) -> Decision:
     reason = f"{decision.reason}; it fetches {tokens - decision.cached_tokens} tokens from {peer}"
     return replace(decision, reason=reason, peer=peer, peer_tokens=tokens)
 
 
 def _alone(
-    state: ClusterState, weighed: Weighed, decodes: Candidates, query: PlacementQuery
+    state: ClusterState,
+    weighed: Weighed,
+    decodes: Candidates,
+    query: PlacementQuery,
+    policy: PlacementPolicy,
 ) -> tuple[Decision, float] | None:
     if weighed.local is None:
         return None
+    local, side = weighed.local.costs, weighed.decodes
     other = int(np.argmin(weighed.alone))
+    if query.session_workers:
+        rows = [*map(state.row_of, query.session_workers)]
+        seconds = float(local.queue[other] + local.prefill[other] + side.step[other])
+        again = np.isin(decodes.rows, rows)
+        other = int(np.argmin(weighed.alone - policy.session_gain * seconds * again))
     cost = float(weighed.alone[other])
     if cost == np.inf:
         return None
-    local, side = weighed.local.costs, weighed.decodes
     terms = CostTerms(
         float(local.queue[other]),
         float(local.prefill[other]),

@@ -2,8 +2,9 @@
 
 A block in host memory or pages is written to disk when it is used a second time.
 
-If there are more blocks than `capacity`, the least recently used block is evicted, unless it is
-being read. Blocks older than their lifetime are dropped even while they are read.
+If there are more blocks than `capacity`, one is evicted by its last use and its retention
+(`scheduler/retention.py`), unless it is being read. Blocks older than their lifetime
+are dropped even while they are read.
 
 Invariants (each is a test of the same name in tests/scheduler/test_disk_blocks.py):
 - no_more_lie_there_than_there_is_room_for
@@ -21,6 +22,7 @@ from jdisagg.plain import plain
 from jdisagg.scheduler.host_blocks import HostBlocks
 from jdisagg.scheduler.prices import PROBE
 from jdisagg.scheduler.residency import Chain
+from jdisagg.scheduler.retention import EvictionOrder, Retained
 
 MOST_SAVING = 8
 MOST_WANTED = 1 << 12
@@ -50,9 +52,16 @@ class WantedBlock:
 
 
 class DiskBlocks:
-    def __init__(self, capacity: int) -> None:
+    """The KV blocks of one mesh on disk, at most `capacity` blocks.
+
+    Args:
+        retained: Retention of the mesh's blocks; None if none is retained.
+    """
+
+    def __init__(self, capacity: int, retained: Retained | None = None) -> None:
         self.capacity = capacity
-        self._blocks: OrderedDict[bytes, DiskBlock] = OrderedDict()  # least recently used first
+        self._blocks: dict[bytes, DiskBlock] = {}
+        self._order: EvictionOrder[bytes] = EvictionOrder(retained, bytes, capacity // 2)
         self._by_age: OrderedDict[bytes, DiskBlock] = OrderedDict()  # oldest first
         self._wanted: OrderedDict[bytes, WantedBlock] = OrderedDict()
         self._writing = 0
@@ -66,8 +75,9 @@ class DiskBlocks:
         return name in self._blocks
 
     def listed(self) -> Iterator[tuple[int, bytes, int, bool]]:
-        """Yields (rank, name, index in sequence, in use) of blocks, least recently used first."""
-        for block in self._blocks.values():
+        """Yields (rank, name, index in sequence, in use) of blocks, in the order of
+        eviction."""
+        for block in map(self._blocks.__getitem__, self._order):
             in_use = block.readers > 0 or not block.written
             yield block.rank, block.name, block.index, in_use
 
@@ -89,7 +99,7 @@ class DiskBlocks:
         over = max(0, len(self._blocks) + len(new) - self.capacity)
         for name in reversed(new[over:]):
             self._blocks[name] = DiskBlock(name, written=True, written_at=written_at[name])
-            self._blocks.move_to_end(name, last=False)
+            self._order.add_first(name)
         for name in sorted(new[over:], key=written_at.__getitem__, reverse=True):
             # blocks found at the start are older than all blocks written since
             self._by_age[name] = self._blocks[name]
@@ -129,6 +139,7 @@ class DiskBlocks:
             if len(self._blocks) >= self.capacity and not self._make_room(gone):
                 continue
             block = self._blocks[name] = DiskBlock(name, wanted.index, wanted.rank)
+            self._order.add(name)
             self._writing += 1
             return block, tuple(gone)
         return None, tuple(gone)
@@ -158,7 +169,7 @@ class DiskBlocks:
         if not self.knows(block):
             return False
         self._failing = self._failing or failed
-        del self._blocks[block.name]
+        self._forget(block.name)
         self._writing -= 1
         return True
 
@@ -178,7 +189,7 @@ class DiskBlocks:
         for block in reversed(tuple(blocks)):
             block.readers -= 1
             if self.knows(block):
-                self._blocks.move_to_end(block.name)
+                self._order.add(block.name)
 
     def forget(self, block: DiskBlock) -> bool:
         if not self.knows(block):
@@ -188,11 +199,13 @@ class DiskBlocks:
 
     def _forget(self, name: bytes) -> None:
         del self._blocks[name]
+        self._order.discard(name)
         self._by_age.pop(name, None)
 
     def clear(self) -> tuple[DiskBlock, ...]:
-        gone = tuple(self._blocks.values())
+        gone = tuple(map(self._blocks.__getitem__, self._order))
         self._blocks.clear()
+        self._order.clear()
         self._by_age.clear()
         self._wanted.clear()
         self._writing = 0
@@ -201,10 +214,11 @@ class DiskBlocks:
     def _touch(self, chain: Chain) -> None:
         for name in reversed(chain):
             if name in self._blocks:
-                self._blocks.move_to_end(name)
+                self._order.add(name)
 
     def _make_room(self, gone: list[bytes]) -> bool:
-        for name, block in self._blocks.items():
+        for name in self._order:
+            block = self._blocks[name]
             if block.written and not block.readers:
                 self._forget(name)
                 gone.append(name)

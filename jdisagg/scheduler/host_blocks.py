@@ -1,7 +1,7 @@
 """Tracks the KV blocks that a mesh holds in host memory, and decides which blocks are evicted.
 
-When the memory is full, the least recently used blocks are evicted until a low watermark is
-reached. Blocks that are being copied are not evicted.
+When the memory is full, blocks are evicted until a low watermark is reached, in the order of their
+last use and retention (`scheduler/retention.py`). Blocks that are being copied are not evicted.
 
 Does no I/O. Invariants (each is a test of the same name in tests/scheduler/test_host_blocks.py):
 - kept_written_and_free_blocks_are_all
@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from jdisagg.messages.ports import Offer
 from jdisagg.plain import plain
 from jdisagg.scheduler.residency import Chain
+from jdisagg.scheduler.retention import EvictionOrder, Retained
 
 LOW_WATERMARK = 0.9
 # Blocks that are evicted from pages are copied to host memory if prompts later request at least
@@ -115,12 +116,16 @@ class HostBlocks:
 
     Args:
         bound: Whether a block can be restored only to the rank whose pages it was in.
+        retained: Retention of the mesh's blocks; None if none is retained.
     """
 
-    def __init__(self, capacity: int, bound: bool = False) -> None:
+    def __init__(
+        self, capacity: int, bound: bool = False, retained: Retained | None = None
+    ) -> None:
         self.capacity = capacity
         self._bound = bound
-        self._blocks: OrderedDict[bytes, HostBlock] = OrderedDict()  # least recently used first
+        self._blocks: dict[bytes, HostBlock] = {}
+        self._order: EvictionOrder[bytes] = EvictionOrder(retained, bytes, capacity // 2)
 
     def __len__(self) -> int:
         return len(self._blocks)
@@ -129,8 +134,9 @@ class HostBlocks:
         return name in self._blocks
 
     def listed(self, block_tokens: int) -> Iterator[tuple[int, bytes, int, bool]]:
-        """Yields (rank, name, index in sequence, in use) of blocks, least recently used first."""
-        for block in self._blocks.values():
+        """Yields (rank, name, index in sequence, in use) of blocks, in the order of eviction."""
+        for name in self._order:
+            block = self._blocks[name]
             offer, in_use = block.pieces[0].offer, block.held or not block.written
             yield offer.rank, block.name, offer.start // block_tokens, in_use
 
@@ -152,12 +158,13 @@ class HostBlocks:
                 evicted for it.
         """
         if name in self._blocks:
-            self._blocks.move_to_end(name)
+            self._order.add(name)
             return None, ()
         gone = self._make_room() if self.free < 1 else ()
         if self.free < 1:
             return None, gone
         block = self._blocks[name] = HostBlock(name, pieces)
+        self._order.add(name)
         return block, gone
 
     def written(self, block: HostBlock, pieces: tuple[HostPiece, ...]) -> bool:
@@ -190,28 +197,34 @@ class HostBlocks:
         for block in reversed(tuple(blocks)):
             block.held = False
             if self._blocks.get(block.name) is block:
-                self._blocks.move_to_end(block.name)
+                self._order.add(block.name)
 
     def forget(self, block: HostBlock) -> bool:
         """Drops a block whose contents are wrong. Returns False if the block was dropped before."""
         if self._blocks.get(block.name) is not block:
             return False
-        del self._blocks[block.name]
+        self._remove(block)
         return True
 
     def clear(self) -> tuple[HostBlock, ...]:
-        gone = tuple(self._blocks.values())
+        gone = tuple(map(self._blocks.__getitem__, self._order))
         self._blocks.clear()
+        self._order.clear()
         return gone
+
+    def _remove(self, block: HostBlock) -> None:
+        del self._blocks[block.name]
+        self._order.discard(block.name)
 
     def _make_room(self) -> tuple[HostBlock, ...]:
         """Evicts blocks that are not being copied."""
         low = min(self.capacity - 1, int(self.capacity * LOW_WATERMARK))
         gone: list[HostBlock] = []
-        for block in list(self._blocks.values()):
+        for name in tuple(self._order):
             if len(self._blocks) <= low:
                 break
+            block = self._blocks[name]
             if block.written and not block.held:
-                del self._blocks[block.name]
+                self._remove(block)
                 gone.append(block)
         return tuple(gone)

@@ -16,8 +16,10 @@ Invariants (each is a test of the same name in tests/scheduler/test_page_ledger.
   change nothing
 """
 
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+
+from jdisagg.scheduler.retention import EvictionOrder
 
 
 class LedgerError(AssertionError):
@@ -33,8 +35,7 @@ class PageLedger:
         self._references = [0] * total_pages
         self._held: dict[int, list[int]] = {}
         self._kept: set[int] = set()
-        # kept pages without an owner, oldest first
-        self._idle: OrderedDict[int, None] = OrderedDict()
+        self._idle: EvictionOrder[int] = EvictionOrder()  # kept pages without an owner
         self._spared: set[int] = set()  # idle pages that are passed over once
         self._given_away: Callable[[int], Iterable[int]] | None = None
 
@@ -85,7 +86,7 @@ class PageLedger:
             raise LedgerError(f"owner {owner} adopts pages {pages}, of which some are not kept")
         for page in pages:
             self._references[page] += 1
-            self._idle.pop(page, None)
+            self._idle.discard(page)
             self._spared.discard(page)
         self._held[owner] = list(pages)
         return tuple(pages)
@@ -144,7 +145,7 @@ class PageLedger:
             self._free.extend([page for page in let_go if page not in kept])
             for page in reversed(let_go):
                 if page in kept:
-                    self._idle[page] = None
+                    self._idle.add(page)
         else:
             self._free.extend(let_go)
         del self._held[owner]
@@ -152,11 +153,13 @@ class PageLedger:
 
     # ---- kept pages
 
-    def on_given_away(self, given_away: Callable[[int], Iterable[int]]) -> None:
-        """Sets a callback that is called with each idle page before it is reused. The callback
-        returns other pages whose cached contents are useless without this page. They are then no
-        longer cached either."""
-        self._given_away = given_away
+    def on_given_away(
+        self, given_away: Callable[[int], Iterable[int]], order: EvictionOrder[int]
+    ) -> None:
+        """Sets a callback that is called with each idle page before it is reused, and the order in
+        which idle pages are reused. The callback returns other pages whose cached contents are
+        useless without this page. They are then no longer cached either."""
+        self._given_away, self._idle = given_away, order
 
     def keep(self, page: int) -> None:
         """Marks a page as cached: its contents stay after all owners have released it."""
@@ -167,14 +170,14 @@ class PageLedger:
     def keep_no_longer(self, page: int) -> None:
         self._kept.remove(page)
         if not self._references[page]:
-            del self._idle[page]
+            self._idle.discard(page)
             self._spared.discard(page)
             self._free.append(page)
 
     def touch(self, pages: Iterable[int]) -> None:
         for page in pages:
             if page in self._idle:
-                self._idle.move_to_end(page)
+                self._idle.add(page)
 
     def spare(self, pages: Iterable[int]) -> None:
         """Lets idle pages be reused later than others: each is passed over once."""
@@ -183,11 +186,11 @@ class PageLedger:
     def _take(self) -> int:
         if self._free:
             return self._free.popleft()
-        page, _ = self._idle.popitem(last=False)
+        page = self._idle.pop()
         while page in self._spared:
             self._spared.remove(page)
-            self._idle[page] = None
-            page, _ = self._idle.popitem(last=False)
+            self._idle.add(page)
+            page = self._idle.pop()
         self._kept.remove(page)
         for other in self._given_away(page) if self._given_away else ():
             self.keep_no_longer(other)

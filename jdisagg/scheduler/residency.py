@@ -35,6 +35,7 @@ from jdisagg.request import Request
 from jdisagg.scheduler.kept_events import KeptEvents
 from jdisagg.scheduler.kept_log import KeptLog
 from jdisagg.scheduler.page_ledger import LedgerError, PageLedger
+from jdisagg.scheduler.retention import EvictionOrder, Retained
 from jdisagg.scheduler.snapshots import Snapshots, wanted_snapshots
 
 NAME_BYTES = 32
@@ -129,6 +130,7 @@ class ResidencyTree:
         evicted: Callable[[bytes, int, tuple[int, ...], bool], None],
         changed: Callable[[bytes, bool], None],  # (name, whether it was added)
         snapshots: Snapshots | None,
+        retained: Retained,
     ) -> None:
         self._ledger = ledger
         self._block_pages = block_pages
@@ -141,7 +143,8 @@ class ResidencyTree:
         self._evicted = evicted
         self._changed = changed
         self.snapshots = snapshots
-        ledger.on_given_away(self._given_away)
+        order = EvictionOrder[int](retained, self._names.__getitem__, ledger.total_pages // 2)
+        ledger.on_given_away(self._given_away, order)
 
     def __len__(self) -> int:
         return len(self._blocks)
@@ -263,6 +266,7 @@ class Residency:
         self._page_size = page_size
         self.block_tokens = math.lcm(names.grain_tokens, page_size) if names else 0
         self.log = KeptLog()
+        self.retained = Retained()
         self.snapshots: tuple[Snapshots, ...] = tuple(snapshots) if names else ()
         self._trees = [self._tree(rank) for rank in range(len(ledgers))] if names else []
         self.cut_tokens = names.cut_tokens if names else None
@@ -280,6 +284,7 @@ class Residency:
             functools.partial(self._evicted, rank),
             functools.partial(self._changed, rank),
             self.snapshots[rank] if self.snapshots else None,
+            self.retained,
         )
 
     def _evicted(
@@ -380,6 +385,7 @@ class Residency:
         if self._names is None:
             return ()
         chain = self._names.chain(request, tokens, self.block_tokens, known)
+        self.retained.asked(request, chain, self.block_tokens)
         if self._events is not None:
             # Other projects' routers see only placeholder tokens and would treat different images
             # as equal.

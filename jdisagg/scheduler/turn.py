@@ -51,6 +51,7 @@ class Facts(msgspec.Struct, frozen=True, gc=False):
             steps in flight end.
         offered_tokens: For each decode worker, the number of tokens whose KV it has not fetched
             yet.
+        at: The time of the turn in seconds.
     """
 
     step: int | None
@@ -60,6 +61,7 @@ class Facts(msgspec.Struct, frozen=True, gc=False):
     kv_arriving: bool = False
     kv_completing: bool = False
     offered_tokens: Mapping[str, int] = _NOTHING
+    at: float = 0.0
 
 
 @dataclass(slots=True)
@@ -135,6 +137,7 @@ class Scheduler:
 
     def turn(self, now: Facts) -> Turn:
         state, admission = self._state, self.admission
+        state.residency.retained.advance(now.at)
         if state.news:
             self._forget_ended()
         stalled, full = _NONE_STALLED

@@ -307,7 +307,13 @@ class _Run:
         prompt = (0,) * arrival.prompt_tokens
         sampling = _sampling(arrival.output_tokens)
         return Request(
-            str(number), prompt, sampling, (), arrival.deadline, arrival.tenant, arrival.priority
+            str(number),
+            prompt,
+            sampling,
+            deadline_seconds=arrival.deadline,
+            tenant=arrival.tenant,
+            priority=arrival.priority,
+            hints=arrival.hints,
         )
 
 

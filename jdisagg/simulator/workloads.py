@@ -11,6 +11,7 @@ from typing import Protocol
 import numpy as np
 
 from jdisagg.errors import WorkloadError
+from jdisagg.request import Hints
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +31,7 @@ class Arrival:
     tenant: str = ""
     priority: int = 0
     deadline: float | None = None
+    hints: Hints | None = None
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.at_seconds) and self.at_seconds >= 0):

@@ -115,13 +115,15 @@ class DecodeWorker(MeshWorker):
     def _facts(self, step: int | None) -> Facts:
         spans, loop = self._interruptible is not None, self._loop
         newest = loop.newest(DecodeSteps) if step is not None else 0
+        now = self._clock.now()
         return Facts(
             step,
-            self._clock.now() + self._limits.reservation_lease_seconds,
+            now + self._limits.reservation_lease_seconds,
             newest > 0,
             loop.in_flight(PrefillChunk),
             not spans and step is not None and self._incoming.arriving,
             not spans and newest > 0 and self._incoming.completing_before(newest),
+            at=now,
         )
 
     def _apply(self, command: StepCommand, result: StepResult) -> None:
@@ -259,7 +261,8 @@ class DecodeWorker(MeshWorker):
         self._hold(group, self._limits.reservation_lease_seconds)
         of_prompt = restored.split(group.rank, min(cached, group.prompt_tokens))
         left, own = max(0.0, group.handoff.deadline - self._clock.now()), self._hello.weights
-        return Reservation(key, self.name, group.rank, left, cached, of_prompt, own)
+        block = self._kept.block_tokens
+        return Reservation(key, self.name, group.rank, left, cached, of_prompt, own, block)
 
     def _take(self, call: ReserveCall) -> None:
         self._check_serving(call.request, call.children, call.computes)

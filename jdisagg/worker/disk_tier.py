@@ -68,7 +68,8 @@ class DiskTier(KvSource):
         self._snapshot_file_bytes = host.snapshot_bytes + FILE_EXTRA_BYTES
         of_snapshots = host.bytes_of_snapshots(room.disk_bytes) if host.on else 0
         of_blocks = room.disk_bytes - of_snapshots
-        self.blocks = DiskBlocks(of_blocks // self._file_bytes if host.on else 0)
+        capacity = of_blocks // self._file_bytes if host.on else 0
+        self.blocks = DiskBlocks(capacity, kept.retained)
         # by the names that `_saved_name` returns
         self.snapshots = DiskBlocks(of_snapshots // self._snapshot_file_bytes)
         self._named: dict[bytes, bytes] = {}  # block names of snapshots to be written

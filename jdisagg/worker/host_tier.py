@@ -67,7 +67,7 @@ class HostTier(KvSource):
         of_snapshots = self.bytes_of_snapshots(room.host_bytes)
         of_blocks = room.host_bytes - of_snapshots
         capacity = of_blocks // self.block_bytes if self.block_bytes else 0
-        self.blocks = HostBlocks(capacity, bound=room.rank_bound)
+        self.blocks = HostBlocks(capacity, room.rank_bound, kept.retained)
         # by the names of their blocks
         self.snapshots = HostBlocks(of_snapshots // self.snapshot_bytes if of_snapshots else 0)
         self._asked = AskedAgain(capacity, room.always)

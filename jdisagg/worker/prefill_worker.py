@@ -108,7 +108,7 @@ class PrefillWorker(MeshWorker):
         works = self._admission.queue or self._prompts
         offered = self._outgoing.offered_tokens() if works else {}
         in_flight = self._loop.in_flight(PrefillChunk)
-        return Facts(step, chunk_in_flight=in_flight, offered_tokens=offered)
+        return Facts(step, chunk_in_flight=in_flight, offered_tokens=offered, at=self._clock.now())
 
     def _carry_out(self, turn: Turn) -> StepCommand | None:
         if turn.held_back:

@@ -2,6 +2,7 @@
 leave, and breakers that heal."""
 
 import asyncio
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -11,13 +12,15 @@ import pytest
 
 from jdisagg.config import RoutingConfig
 from jdisagg.costs.measured import StepTimes
-from jdisagg.dispatch.placer import Placer, PlacerSettings
+from jdisagg.dispatch.placer import PlacementRequest, Placer, PlacerSettings
 from jdisagg.dispatch.router_events import NoRouterEvents
 from jdisagg.errors import NoWorkerError, OverloadedError
 from jdisagg.messages.kept_blocks import TOLD_BYTES, KeptNews, KeptScheme
-from jdisagg.request import Request
+from jdisagg.messages.ports import Child
+from jdisagg.request import Hints, Request, SamplingParams
 from jdisagg.router.breaker import FAILURES
 from jdisagg.router.cluster_state import Description
+from jdisagg.router.decision import PlacementOutcome, PlacementQuery
 from jdisagg.router.known_blocks import KnownBlocks
 from jdisagg.scheduler.residency import BlockNames
 from jdisagg.settings.timeouts import DEFAULT_TIMEOUTS
@@ -43,6 +46,45 @@ async def test_what_is_held_goes_as_soon_as_a_worker_says_that_it_has_room() -> 
         placed.prefilled()
         placed.end()
     assert desk.owes() == 0 and desk.placer.waiting == 0
+
+
+def hinted(request: Request, hints: Hints, most: int = 200) -> PlacementRequest:
+    sampling = SamplingParams(max_tokens=most)
+    asked = dataclasses.replace(request, hints=hints, sampling=sampling)
+    return PlacementRequest(asked, (Child(0),), 0.0, 1e6)
+
+
+async def test_the_next_turn_of_a_session_goes_where_the_last_one_was() -> None:
+    """Of four decode workers that are alike the first is taken, but while it has a sequence."""
+    desk, request = Desk(decodes=4), Request("r", (1,) * 100)
+    first = await desk.placer.place(hinted(request, Hints("a")))
+    second = await desk.placer.place(hinted(request, Hints("b")))
+    places = [one.decision.decode for one in (first, second)]
+    assert len(set(places)) == 2
+    for one in (first, second):
+        one.prefilled()
+        one.end()
+    for key, place in zip("ba", reversed(places), strict=True):
+        again = await desk.placer.place(hinted(request, Hints(key)))
+        assert again.decision.decode == place and "session" in again.decision.reason
+        again.end()
+    other = dataclasses.replace(request, tenant="other")
+    assert "session" not in (await desk.placer.place(hinted(other, Hints("b")))).decision.reason
+
+
+@pytest.mark.parametrize(("told", "most", "expected"), [(7, 200, 7), (900, 200, 200)])
+async def test_an_expected_length_is_believed_up_to_the_most(
+    told: int, most: int, expected: int
+) -> None:
+    heard: list[PlacementQuery] = []
+
+    class Heard(NoRouterEvents):
+        def answered(self, query: PlacementQuery, now: float, answer: PlacementOutcome) -> None:
+            heard.append(query)
+
+    desk = Desk(events=Heard())
+    await desk.placer.place(hinted(Request("r", (1,) * 100), Hints(answer_tokens=told), most))
+    assert heard[0].work.expected_tokens == expected
 
 
 async def test_who_waits_may_leave_and_nothing_of_it_stays() -> None:

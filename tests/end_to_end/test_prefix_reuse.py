@@ -11,7 +11,7 @@ import pytest
 
 from jdisagg.config import EngineConfig, Mode, PrefixConfig
 from jdisagg.messages.step_commands import ExtractBlock
-from jdisagg.request import Request
+from jdisagg.request import Hints, Request, Retention
 from jdisagg.worker import disk_tier, host_pieces
 from tests import time_scale
 from tests.end_to_end.clusters import Running, running
@@ -65,6 +65,36 @@ async def test_streams_are_the_same_when_the_prefill_mesh_keeps_them_in_host_mem
     assert counters["host_blocks_broken"] == counters["host_restores_failed"] == 0
     stored = run.cluster.prefill.executor.host  # type: ignore[union-attr]
     assert stored.bytes == 0  # closed
+
+
+@pytest.mark.ci
+async def test_hints_change_no_token_of_prompts_kept_in_pages_and_host_memory() -> None:
+    """Retained and other prompts share pages for one long prompt, with host memory behind them."""
+    engine = replace(
+        config(),
+        prefill=replace(config().prefill, pages_per_rank=32),
+        prefix=PrefixConfig(True, 16, host_gib=0.25, restores="always"),
+    )
+    long, short = Retention(4.0, 3600.0), Retention(1.0, 0.05)
+    hints = Hints("a", long), None, Hints("b", short, 40, 30), Hints("", long, 16, 1)
+    streams, run, cached = await converse(engine, hints=hints)
+    assert streams == await reference()
+    assert cached > 0
+    assert all(worker._kept.retained for worker in run.cluster._workers)
+
+
+@pytest.mark.ci
+async def test_usage_tells_the_tokens_that_were_cached_because_the_request_asked_for_it() -> None:
+    async with running(with_reuse(config())) as run:
+        ids = Conversations(run, seed=1).words(150)
+        request = run.request(ids, "plain", max_tokens=2, ignore_eos=True)
+        hinted = replace(request, hints=Hints(retention=Retention(1.0, 60.0), retained_tokens=150))
+        seen = []
+        for number, one in enumerate((replace(hinted, request_id="first"), hinted, request)):
+            usage = (await run.complete(replace(one, request_id=f"{number}"))).usage
+            assert usage is not None
+            seen.append((usage.cached_tokens, usage.created_tokens))
+        assert seen == [(0, 144), (144, 0), (144, 0)]
 
 
 @pytest.mark.ci

@@ -83,5 +83,23 @@ def test_errors_have_their_types(url: str) -> None:
             assert error.body["error"]["message"] and error.request_id
 
 
+def test_a_breakpoint_is_created_and_then_read(url: str) -> None:
+    """At a breakpoint whole blocks are created; the second call reads them."""
+    control = {"type": "ephemeral", "ttl": "1h"}
+    text = f"{anthropic.__version__} " + " ".join(f"Rule {at}." for at in range(80))
+    system = [{"type": "text", "text": text, "cache_control": control}]
+    create = client(url).messages.create
+    first, again = (create(**ASKED, max_tokens=2, system=system) for _ in range(2))
+    plain = create(**ASKED, max_tokens=2, system=text)
+    for reply in (first, again, plain):
+        strict(reply)
+    created = first.usage.cache_creation_input_tokens
+    assert created and created == again.usage.cache_read_input_tokens
+    assert again.usage.cache_creation_input_tokens == 0
+    assert plain.usage.cache_creation_input_tokens == 0
+    total = first.usage.input_tokens + created + first.usage.cache_read_input_tokens
+    assert total == again.usage.input_tokens + again.usage.cache_read_input_tokens
+
+
 if __name__ == "__main__":
     checks.run(dict(globals()))

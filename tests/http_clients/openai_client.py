@@ -106,5 +106,20 @@ def test_errors_have_the_clients_types(url: str) -> None:
             raise AssertionError(f"no {kind.__name__}")
 
 
+def test_cache_hints_are_taken_and_usage_tells_what_was_cached(url: str) -> None:
+    text = f"{openai.__version__} " + " ".join(f"Law {at}." for at in range(80))
+    hints = {"prompt_cache_key": "agent", "prompt_cache_retention": "24h"}
+    asked = {"model": MODEL, "messages": [{"role": "user", "content": text}], "temperature": 0}
+    create = client(url).chat.completions.create
+    first, again = (create(**asked, **hints, max_completion_tokens=2) for _ in range(2))
+    assert first.usage.prompt_tokens_details.cached_tokens == 0
+    assert again.usage.prompt_tokens_details.cached_tokens >= 128
+    assert first.choices[0].message.content == again.choices[0].message.content
+    reply = client(url).responses.create(
+        model=MODEL, input=text + "!", max_output_tokens=16, **hints
+    )
+    strict(reply)
+
+
 if __name__ == "__main__":
     checks.run(dict(globals()))

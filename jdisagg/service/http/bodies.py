@@ -51,7 +51,7 @@ REFUSED: Refused = {
     "watermarking": ((False, {}), "omit it"),
     "stop_regex": (("", []), "send texts as stop"),
     "lora_path": (("",), "load the adapter (/v1/load_lora_adapter) and give its name as model"),
-    "session_params": (({},), "send the whole conversation; the prefix cache finds its KV"),
+    "session_params": (({},), "send the whole conversation, and its key as session_id"),
     "task": ((), "describe the task in a message"),
     "separate_reasoning": ((True,), "join reasoning_content and content yourself"),
     "stream_reasoning": ((True,), "omit it; reasoning is streamed as it is generated"),
@@ -86,9 +86,9 @@ REFUSED: Refused = {
 }
 _WITHOUT_MEANING = (
     *("user", "safety_identifier", "metadata", "store", "service_tier", "verbosity"),
-    *("prompt_cache_key", "prompt_cache_retention", "prompt_cache_options", "prediction"),
+    *("prompt_cache_options", "prediction"),
     # hints for placement, batching and metrics
-    *("session_id", "data_parallel_rank", "routed_dp_rank", "disagg_prefill_dp_rank"),
+    *("data_parallel_rank", "routed_dp_rank", "disagg_prefill_dp_rank"),
     *("stream_interval", "custom_labels", "truncation_side"),
     # settings of images, whose processor is the checkpoint's, and of video and audio
     *("mm_processor_kwargs", "media_io_kwargs", "mm_payload", "return_mm_kwargs"),
@@ -250,6 +250,37 @@ class GenerationFields(Form):
     @property
     def streaming(self) -> StreamOptions | None:
         return (self.stream_options or StreamOptions()) if self.stream else None
+
+
+class CacheControl(Form):
+    """Anthropic's field of a request or of a block."""
+
+    type: str = "ephemeral"
+    ttl: str = "5m"
+
+
+class AgentHints(Form):
+    """Dynamo's hints of an agent."""
+
+    priority: int = 0
+    osl: int = 0
+
+
+class Extensions(Form):
+    """Dynamo's extensions."""
+
+    agent_hints: AgentHints | None = None
+    cache_control: CacheControl | None = None
+
+
+class HintFields(Form):
+    """What a client knows about its request. It changes no token (`hints`)."""
+
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
+    session_id: str | None = None
+    cache_control: CacheControl | None = None
+    nvext: Extensions | None = None
 
 
 class ResumptionFields(Form):
@@ -428,7 +459,7 @@ class MessagesFields(Form):
         "mcp_servers": (([],), "call the servers' tools yourself and send them as tools"),
         "container": ((), "the server runs no code"),
     }
-    ignored = ("cache_control", "diagnostics", "inference_geo", "speed", "user_profile_id")
+    ignored = ("diagnostics", "inference_geo", "speed", "user_profile_id")
     max_tokens: int
     stop_sequences: str | list[str] | None = None
     output_format: Fields | None = None

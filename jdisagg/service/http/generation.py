@@ -195,6 +195,8 @@ class HttpGeneration:
             within_context=asked.within_context,
             resumption=asked.resumed and asked.resumed.resumption,
             life=asked.resumed.life if asked.resumed else 0,
+            hints=asked.hints and asked.hints.hints,
+            retained_part=asked.hints.retained_part if asked.hints else 1.0,
             **asked.options,
         )
 
@@ -384,6 +386,7 @@ def _sum(runs: Sequence[_Run]) -> Usage:
         sum(run.usage.cached_tokens for run in runs),
         cached_by_tier=sum(told, CachedTokens()),
         weights=tuple(weights.items()),
+        created_tokens=sum(run.usage.created_tokens for run in runs),
     )
 
 

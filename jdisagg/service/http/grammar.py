@@ -36,6 +36,7 @@ _SENT_AS = {
     ),
     "request_id": ("rid",),
     "cache_salt": ("extra_key",),
+    "session": ("session_id", "prompt_cache_key"),
 }
 _FORMATS = "text, json_object, json_schema or structural_tag"
 

@@ -179,10 +179,10 @@ def _signature(text: str) -> str:
 
 def _usage_of(usage: Usage) -> Json:
     """Returns the token counts in the form of Anthropic's API, where `input_tokens` does not
-    include cached tokens."""
+    include tokens that are cached or were put into the cache at the client's wish."""
     return {
-        "input_tokens": usage.prompt_tokens - usage.cached_tokens,
-        "cache_creation_input_tokens": 0,
+        "input_tokens": usage.prompt_tokens - usage.cached_tokens - usage.created_tokens,
+        "cache_creation_input_tokens": usage.created_tokens,
         "cache_read_input_tokens": usage.cached_tokens,
         "output_tokens": usage.completion_tokens,
         "server_tool_use": None,

@@ -18,7 +18,10 @@ Json = dict[str, object]
 Forms = tuple[type[Form], ...]
 
 _TEXT: Json = {"type": "string"}
-_GENERATION = (bodies.GenerationFields, bodies.Sampling, bodies.Restriction, bodies.Guided)
+_GENERATION = (
+    *(bodies.GenerationFields, bodies.HintFields),
+    *(bodies.Sampling, bodies.Restriction, bodies.Guided),
+)
 _CHAT = (bodies.Template, bodies.TemplateArguments)
 _MESSAGES = (bodies.MessagesPrompt, bodies.TemplateArguments)
 _OF_CHATS = (*_CHAT, *_GENERATION, bodies.Most, bodies.ChatFields)

@@ -27,6 +27,7 @@ from jdisagg.service.http.bodies import (
 from jdisagg.service.http.chat import chat_prompt
 from jdisagg.service.http.fields import INTEGER, TEXT, Fields, begins
 from jdisagg.service.http.grammar import grammar_from
+from jdisagg.service.http.hints import SentHints, hints_from
 from jdisagg.service.http.response_store import Keep
 from jdisagg.service.http.response_tools import SentTool
 from jdisagg.service.http.resumption import Resumed, resumed_from
@@ -78,6 +79,7 @@ class Asked:
     keep: Keep | None = None
     sent_tools: Mapping[str, SentTool] = field(default_factory=dict)
     resumed: Resumed | None = None
+    hints: SentHints | None = None
 
 
 def completion_from(fields: Fields) -> Asked:
@@ -227,4 +229,5 @@ def asked_from(
         )
     if options.get("include_stop_str_in_output") is None:
         options["include_stop_str_in_output"] = sent.no_stop_trim
-    return Asked(prompts, options, sent, echo, OfPrompt(options.get("prompt_logprobs")))
+    of_prompt = OfPrompt(options.get("prompt_logprobs"))
+    return Asked(prompts, options, sent, echo, of_prompt, hints=hints_from(fields))

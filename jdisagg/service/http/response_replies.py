@@ -294,7 +294,7 @@ def _thought_part(text: str) -> Json:
 def _usage_of(usage: Usage) -> Json:
     return {
         "input_tokens": usage.prompt_tokens,
-        "input_tokens_details": {**cached_of(usage), "cache_write_tokens": 0},
+        "input_tokens_details": {**cached_of(usage), "cache_write_tokens": usage.created_tokens},
         "output_tokens": usage.completion_tokens,
         "output_tokens_details": {"reasoning_tokens": usage.reasoning_tokens or 0},
         "total_tokens": usage.prompt_tokens + usage.completion_tokens,
