@@ -51,6 +51,13 @@ def indexed(draw: Draw) -> Fields:
     }
 
 
+def glm_moe_dsa(draw: Draw) -> Fields:
+    """Some layers share the selection of an earlier one."""
+    rest = (draw.random.choice(("full", "shared", "shared")) for _ in range(draw.layers - 2))
+    selects = {"indexer_types": ["full", "shared", *rest], "index_topk": draw.one_of(16, 40)}
+    return indexed(draw) | selects
+
+
 def kimi_k25(draw: Draw) -> Fields:
     return deepseek_v3(draw) | {"model_type": "deepseek_v3"}
 
