@@ -147,6 +147,8 @@ class AttendOptions(TypedDict, total=False):
             [T, 1, rank + rope], and `v_TKH` is None.
         index: Inputs of the layer's indexer. Its keys are cached too. An indexer that selects
             positions is used with `latent`, one that selects blocks without.
+        follows: Whether each token attends to the positions that the indexer of an earlier layer
+            selected for it. It is the last layer before this one that has an indexer.
     """
 
     scale: Required[float]
@@ -155,6 +157,7 @@ class AttendOptions(TypedDict, total=False):
     sinks_N: jax.Array | None
     latent: Latent | None
     index: Index | None
+    follows: bool
 
 
 class Attend(Protocol):

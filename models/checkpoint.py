@@ -221,7 +221,7 @@ def _stage_of(model: Decoder, meshes: tuple[Mesh, ...], cut: StageCut | None) ->
 def equal_stages(model: Decoder, stages: int) -> tuple[range, ...]:
     """A stage begins at a layer with KV."""
     spec, every = model.kv_spec, len(model.kv_spec.layers)
-    return stage_layers(spec.positioned, every, every, stages)
+    return stage_layers(spec.cuts, every, every, stages)
 
 
 def stage_of_path(layers: Sequence[range]) -> Callable[[tuple[Any, ...]], int]:
@@ -454,6 +454,7 @@ def _check(
         and name not in ignored
         and not _HARMLESS.search(name)
         and not _behind_the_last(name, config)
+        and not _of_a_shared_indexer(name, config)
         and not _adds_nothing(name, files)
     ]
     wrong = [
@@ -478,6 +479,12 @@ def _behind_the_last(name: str, config: DecoderConfig) -> bool:
     number = re.match(r"model\.layers\.(\d+)\.", name)
     last = len(config.layers)
     return number is not None and last <= int(number[1]) < last + config.left_aside
+
+
+def _of_a_shared_indexer(name: str, config: DecoderConfig) -> bool:
+    number = re.match(r"model\.layers\.(\d+)\.self_attn\.indexer\.", name)
+    layer = int(number[1]) if number else len(config.layers)
+    return layer < len(config.layers) and config.layers[layer].selects == "shared"
 
 
 def _listed(what: str, names: list[str]) -> str:

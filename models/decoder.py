@@ -14,6 +14,7 @@ from flax import nnx
 
 from jdisagg.layout.axes import padded_vocabulary
 from jdisagg.model_api import AdapterContent, AdapterSize, Attend, MakeStack, Shards
+from jdisagg.ops.dense_attention import following
 from jdisagg.ops.dense_recurrence import recur_from_the_beginning
 from jdisagg.ops.embedding import embed_tokens, gather_logits
 from jdisagg.ops.linear import kernel_is_transposed, project
@@ -158,7 +159,7 @@ class Decoder(nnx.Module):
     ) -> jax.Array:
         """Returns the logits of every position, float32 [T, V_padded]. Used by tests and training
         only."""
-        shards = shards or Shards()
+        shards, attend = shards or Shards(), following(attend)
         x_TD = self.stem.embed(tokens_T, shards)
         for layer, kept in zip(self.layers, self.kv_spec.layers, strict=False):
             recur = recur_from_the_beginning(kept.state, self.kv_spec.dtype, x_TD.shape[0], shards)
@@ -171,7 +172,7 @@ def _draft_layer(
 ) -> NextTokenLayer | EagleHead | None:
     if config.eagle is not None:
         return EagleHead(make, config, form, padded_vocabulary(config.eagle.vocabulary, tp))
-    return NextTokenLayer(make, config, config.layers[-1], form) if config.next_token else None
+    return NextTokenLayer(make, config, config.draft_layer, form) if config.next_token else None
 
 
 def abstract_model(

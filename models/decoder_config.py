@@ -276,6 +276,8 @@ class LayerConfig:
             model.
         parts: Whether the layer has a mixer (attention or a recurrent layer), a feed-forward block,
             or both. Nemotron's layers have only one of the two.
+        selects: Whether a layer of a model with indexers of positions has its own ("own"), or
+            attends to the positions that the last such layer before it selected ("shared").
         factors: If not None, the residual stream continues from the normalised input of each block
             (MiniMax-Text-01). It is the sum of the input times the first factor and the output
             times the second. There is a pair of factors for the mixer, and one for the feed-forward
@@ -294,6 +296,7 @@ class LayerConfig:
     index: BlockIndexConfig | None = None
     gate: ExpertGate | None = None
     parts: Literal["both", "mixer", "ffn"] = "both"
+    selects: Literal["own", "shared"] = "own"
     factors: tuple[tuple[float, float], tuple[float, float]] | None = None
 
     @property
@@ -440,7 +443,8 @@ class DecoderConfig:
                 latent.rope_dim,
                 latent.nope_dim,
                 latent.value_dim,
-                *((index.heads, index.dim, index.top) if (index := latent.index) else ()),
+                *((index.heads, index.dim, index.top) if (index := latent.index) else (0, 0, 0)),
+                sum(layer.selects == "shared" for layer in self.layers),
             )
         windows = [layer.window for layer in self.layers if layer.window]
         full = next((layer.attention for layer in self.layers if layer.attention), None)
@@ -497,20 +501,24 @@ class DecoderConfig:
     @property
     def stored_layers(self) -> tuple[LayerConfig, ...]:
         """The layers, followed by the layer that drafts tokens, if any: the next-token layer, which
-        has the form of the last layer, or the layer of an EAGLE-3 head."""
+        has the form of `draft_layer`, or the layer of an EAGLE-3 head."""
         if self.eagle is not None:
             own = self.eagle.config
             return (*self.layers, replace(own.layers[0], attention=own.attention))
-        return (*self.layers, self.layers[-1]) if self.next_token else self.layers
+        return (*self.layers, self.draft_layer) if self.next_token else self.layers
+
+    @property
+    def draft_layer(self) -> LayerConfig:
+        """The configuration of a next-token layer: that of the last layer, with an indexer of its
+        own if the model has indexers."""
+        return replace(self.layers[-1], selects="own")
 
     @property
     def can_draft(self) -> bool:
         """Whether the checkpoint has a next-token layer that jdisagg supports for drafting. Models
-        with recurrent state or with indexers are not supported."""
-        latent = self.attention.latent
-        sparse = latent is not None and latent.index is not None
-        sparse = sparse or any(one.index for one in self.layers)
-        return self.left_aside > 0 and not sparse and not any(one.recurrent for one in self.layers)
+        with recurrent state or with indexers of blocks are not supported."""
+        unsupported = any(one.index or one.recurrent for one in self.layers)
+        return self.left_aside > 0 and not unsupported
 
     def _kept_of(self, layer: LayerConfig, kept: str) -> KVLayer:
         if layer.recurrent:
@@ -519,7 +527,7 @@ class DecoderConfig:
             return KVLayer(())
         attention = self.attention_of(layer)
         if latent := attention.latent:
-            index = latent.index.dim if latent.index else 0
+            index = latent.index.dim if latent.index and layer.selects == "own" else 0
             return latent_layer(latent.rank + latent.rope_dim, kept, index)
         sizes = (("k", attention.head_dim), ("v", attention.value_size))
         parts = [KVComponent(name, attention.kv_heads, size, kept) for name, size in sizes]

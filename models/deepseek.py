@@ -4,6 +4,7 @@ routed experts in groups with a shared expert, and dense first layers."""
 
 import math
 from dataclasses import replace
+from typing import Literal
 
 from models.decoder_config import DecoderConfig, ExpertConfig, IndexConfig, LatentConfig
 from models.glm4_moe import RoutingDefaults, check_groups, read_experts
@@ -71,19 +72,34 @@ def read_v32_config(hf: HfConfig) -> DecoderConfig:
 
 
 def read_dsa_config(hf: HfConfig) -> DecoderConfig:
-    """Refuses its later versions (5.2, 5.3), in which several layers share one selection."""
+    """Reads the config.json of GLM-5 to 5.3. In 5.2 and 5.3 several layers share one selection."""
     config = _with_indexer(hf, read_latent(hf, DSA_DEFAULTS, DSA_SIZES), 32, interleaved=True)
-    kinds = hf.names("indexer_types") or ()
-    shared = any(kind != "full" for kind in kinds) or hf.count("index_topk_freq", 1) > 1
-    shared = shared or "S" in str(hf.raw("index_topk_pattern") or "").upper()
-    hf.pass_over("index_skip_topk_offset")  # of the pattern
-    if shared and not hf.sizes_only:
+    hf.pass_over("index_share_for_mtp_iteration")  # of drafts, changes no token
+    kinds = _indexer_kinds(hf, len(config.layers))
+    layers = zip(config.layers, kinds, strict=True)
+    config = replace(config, layers=tuple([replace(one, selects=kind) for one, kind in layers]))
+    return with_experts(hf, config, read_experts(hf, DSA_ROUTING), sparse_layers(hf, config, 3))
+
+
+def _indexer_kinds(hf: HfConfig, layers: int) -> list[Literal["own", "shared"]]:
+    pattern = hf.raw("index_topk_pattern")
+    every, first = hf.count("index_topk_freq", 1), hf.count("index_skip_topk_offset", 2, least=0)
+    kinds = hf.names("indexer_types")
+    if kinds is None and isinstance(pattern, str | list | tuple) and pattern:
+        kinds = tuple(
+            [{"F": "full", "S": "shared"}.get(str(one).upper(), str(one)) for one in pattern]
+        )
+    elif kinds is None:
+        kinds = tuple(
+            ["shared" if max(at - first + 1, 0) % every else "full" for at in range(layers)]
+        )
+    if len(kinds) != layers or kinds[0] != "full" or not {*kinds} <= {"full", "shared"}:
         raise hf.error(
             "indexer_types",
-            "must be 'full' in every layer (index_topk_freq 1)",
-            "a selection that several layers share is not supported",
+            f"must be 'full' or 'shared' for each of {layers} layers, the first 'full'",
+            "correct it",
         )
-    return with_experts(hf, config, read_experts(hf, DSA_ROUTING), sparse_layers(hf, config, 3))
+    return ["own" if kind == "full" else "shared" for kind in kinds]
 
 
 def _with_indexer(

@@ -169,7 +169,9 @@ def _kind(layer: LayerConfig, config: DecoderConfig) -> str:
         seen = "lightning attention" if layer.lightning else seen
         seen = "Kimi Delta Attention" if layer.delta and layer.delta.rank else seen
     elif latent := config.attention.latent:
-        seen = f"attention to {latent.index.top:,} selected positions," if latent.index else seen
+        if latent.index:
+            shared = " of an earlier layer" if layer.selects == "shared" else ""
+            seen = f"attention to {latent.index.top:,} selected positions{shared},"
         seen += f" to latents of {latent.rank} + {latent.rope_dim}"
     if layer.index:
         seen = f"attention to {layer.index.top} blocks of {layer.index.block} positions"

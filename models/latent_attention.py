@@ -60,9 +60,10 @@ class MultiHeadLatentAttention(nnx.Module):
         )
         self.index = (
             Indexer(make, latent.index, width, latent.query_rank, attention.rope, form)
-            if latent.index
+            if latent.index and layer.selects == "own"
             else None
         )
+        self.follows = latent.index is not None and self.index is None
         self.config, self.rope = latent, attention.rope if layer.rotated else None
         self.scale = attention.head_dim**-0.5 if attention.scale is None else attention.scale
         self.window = layer.window
@@ -92,6 +93,7 @@ class MultiHeadLatentAttention(nnx.Module):
             window=self.window,
             latent=Latent(self.keys[...], self.values[...]),
             index=index,
+            follows=self.follows,
         )
         if not o_RNV.shape[0]:
             return x_RD  # nothing to project, and no collective over nothing

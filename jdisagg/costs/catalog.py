@@ -106,13 +106,21 @@ CATALOG: dict[str, CostGeometry] = {
             "deepseek-v3.2", 7168, 61, 129280,
             LatentAttention(128, 1536, 512, 64, 128, 128, 64, 128, 2048), 18432,
             experts=Experts(256, 8, 2048, 2048, groups_of_token=4), expert_layers=58,
-            context_tokens=163840,
+            context_tokens=163840, next_token_layers=1,
         ),
         # zai-org/GLM-5: as DeepSeek-V3.2 with 32 heads of the indexer
         CostGeometry(
             "glm-5", 6144, 78, 154880,
             LatentAttention(64, 2048, 512, 64, 192, 256, 32, 128, 2048), 12288,
             experts=Experts(256, 8, 2048, 2048), expert_layers=75, context_tokens=202752,
+            next_token_layers=1,
+        ),
+        # zai-org/GLM-5.2: as GLM-5, but only 21 layers have an indexer
+        CostGeometry(
+            "glm-5.2", 6144, 78, 154880,
+            LatentAttention(64, 2048, 512, 64, 192, 256, 32, 128, 2048, 57), 12288,
+            experts=Experts(256, 8, 2048, 2048), expert_layers=75, context_tokens=202752,
+            next_token_layers=1,
         ),
         # MiniMaxAI/MiniMax-M3 (text part): 57 layers with an indexer that selects 16 blocks of 128
         CostGeometry(

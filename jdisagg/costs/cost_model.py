@@ -427,6 +427,7 @@ class CostModel:
         if isinstance(attention, LatentAttention):
             width = attention.nope_dim + attention.rope_dim + attention.value_dim
             index_flops = 2.0 * pairs * attention.index_heads * attention.index_dim
+            index_flops *= 1 - attention.shared_layers / shape.attention_layers
         else:
             width = 2 * self._mean_head
             index_flops = 2.0 * pairs * attention.kv_heads / self._kv_shards()
@@ -454,11 +455,14 @@ class CostModel:
         if isinstance(attention, LatentAttention) and attention.index_top:
             # The indexer reads its keys of all positions, attention the latents of the selected.
             seen, part = min(context_tokens, attention.index_top * sequences), attention.index_dim
-            read = size_bytes * part / attention.kv_values
+            each = self.kv_value_bytes / self._kv_shards()
+            own = (attention.kv_values - part) * each
             index_flops = 2.0 * queries * attention.index_heads * part
             return self._attention(
-                index_flops * context_tokens, context_tokens * read, layers
-            ) + self._attention(flops * seen, queries * seen * (size_bytes - read), layers)
+                index_flops * context_tokens,
+                context_tokens * part * each,
+                layers - attention.shared_layers,
+            ) + self._attention(flops * seen, queries * seen * own, layers)
         if not isinstance(attention, LatentAttention) and attention.index_top:
             # As above, in some of the layers, with a query of the indexer for each kv head.
             seen, part = min(context_tokens, attention.index_top * sequences), attention.index_dim

@@ -50,16 +50,17 @@ def dense_products(
     attention = shape.attention
     dense = shape.dense_layers
     if isinstance(attention, LatentAttention):
-        down = shape.width * (attention.query_rank + attention.kv_values)
-        index = attention.index_heads * (attention.query_rank * attention.index_dim + shape.width)
-        up = attention.parameters(shape.width) - down - index
-        parts: list[Part] = [
-            (down, shape.attention_layers, 1, down / shape.width, 0),
-            (up, shape.attention_layers, tp, shape.width, attention.unpacking_parameters),
-        ]
-        if index:  # replicated
-            wide = attention.index_heads * (attention.index_dim + 1)
-            parts.append((index, shape.layers, 1, wide, 0))
+        parts: list[Part] = []
+        for kind, layers in shape.attention_kinds:
+            assert isinstance(kind, LatentAttention)
+            down = shape.width * (kind.query_rank + kind.kv_values)
+            index = kind.index_heads * (kind.query_rank * kind.index_dim + shape.width)
+            up = kind.parameters(shape.width) - down - index
+            parts.append((down, layers, 1, down / shape.width, 0))
+            parts.append((up, layers, tp, shape.width, kind.unpacking_parameters))
+            if index:  # replicated
+                wide = kind.index_heads * (kind.index_dim + 1)
+                parts.append((index, layers, 1, wide, 0))
     else:
         parts = _projections(shape, tp, shards)
     if shape.linear:

@@ -111,6 +111,8 @@ class LatentAttention(Message, frozen=True):
       index_heads, index_dim, index_top: Number of heads and key size of an indexer, and number of
         positions that it selects for each token. All are 0 without an indexer. The indexer's key
         is part of the KV.
+      shared_layers: Number of layers that have no indexer, but attend to the positions that the
+        indexer of an earlier layer selected.
     """
 
     query_heads: int
@@ -122,6 +124,13 @@ class LatentAttention(Message, frozen=True):
     index_heads: int = 0
     index_dim: int = 0
     index_top: int = 0
+    shared_layers: int = 0
+
+    @property
+    def shared(self) -> "LatentAttention":
+        """Sizes of a layer without an indexer."""
+        sizes = (self.query_rank, self.kv_rank, self.rope_dim, self.nope_dim, self.value_dim)
+        return LatentAttention(self.query_heads, *sizes)
 
     def parameters(self, width: int) -> int:
         query = width * self.query_rank + self.query_rank * self.query_heads * (
@@ -264,8 +273,11 @@ class CostGeometry:
     @property
     def attention_kinds(self) -> tuple[tuple[GroupedAttention | LatentAttention, int], ...]:
         """The kinds of attention layers, each as (sizes, number of layers). A model has up to two
-        kinds: layers with a window come first, then layers without."""
+        kinds: layers with a window come first, then layers without; or layers with an indexer, then
+        layers that share its selection."""
         attention, layers = self.attention, self.attention_layers
+        if isinstance(attention, LatentAttention) and (shared := attention.shared_layers):
+            return (attention, layers - shared), (attention.shared, shared)
         full = attention.full if isinstance(attention, GroupedAttention) else None
         if not isinstance(attention, GroupedAttention) or full is None:
             return ((attention, layers),)
@@ -282,7 +294,7 @@ class CostGeometry:
             return 0
         if isinstance(attention, GroupedAttention):
             return attention.indexed_layers * attention.index_dim
-        return self.attention_layers * attention.index_dim
+        return (self.attention_layers - attention.shared_layers) * attention.index_dim
 
     @property
     def head_sizes(self) -> int:

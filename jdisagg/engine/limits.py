@@ -334,7 +334,7 @@ def stage_cut(pp: int, layer_groups: int | None) -> StageCut:
 
     def cut(spec: KVSpec) -> tuple[range, ...]:
         groups = groups_of_layers(spec, layer_groups, pp)
-        return stage_layers(spec.positioned, len(spec.layers), groups, pp)
+        return stage_layers(spec.cuts, len(spec.layers), groups, pp)
 
     return cut
 
@@ -350,7 +350,7 @@ def groups_of_layers(spec: KVSpec, asked: int | None, pp: int = 1) -> int:
     Raises:
         ConfigError: There are fewer groups than pipeline stages.
     """
-    return group_count(spec.bytes_per_token, len(spec.positioned), asked, pp)
+    return group_count(spec.bytes_per_token, len(spec.cuts), asked, pp)
 
 
 def group_count(token_bytes: int, layers: int, asked: int | None, pp: int) -> int:

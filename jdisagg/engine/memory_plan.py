@@ -511,6 +511,8 @@ def _index_scores(
         scores = rows * heads * (4 * max(keys, chunk) + 2 * context)
         return scores + selected * dtype_bytes(dtype)
     scores = 4 * rows * (attention.index_heads * keys + 4 * context)
+    if attention.shared_layers:  # a selection stays in memory for the layers that share it
+        scores += chunk * (chunk + context)
     selected = instance.slots_per_rank * attention.index_top * attention.kv_values
     return scores + selected * dtype_bytes(dtype)
 

@@ -12,10 +12,10 @@ import jax
 import jax.numpy as jnp
 
 from jdisagg.executor.page_pool import LayerPages
-from jdisagg.model_api import Attend, AttendOptions, Shards
+from jdisagg.model_api import Attend, AttendOptions, Index, Shards
 from jdisagg.ops.kv_pages import as_kept, as_read, token_coordinates, write_tokens
 from jdisagg.ops.paged_attention import paged_attention
-from jdisagg.ops.prefill_attention import PastPages, prefill_attention
+from jdisagg.ops.prefill_attention import Chosen, PastPages, choose_in_chunk, prefill_attention
 from jdisagg.ops.quarantine import seal
 
 
@@ -37,6 +37,15 @@ class RankChunk:
     continuing: jax.Array
     sampling_R: jax.Array
     packed: bool
+
+
+class _Selection(NamedTuple):
+    """The last selection of positions: the indexer's inputs and pages, and the positions of each
+    block of queries, None for all."""
+
+    index: Index
+    pages_PKSH: jax.Array
+    chosen: Chosen | None
 
 
 class _Places(NamedTuple):
@@ -64,6 +73,7 @@ class ChunkAttention:
         self.pages: list[LayerPages] = []
         self.sent: list[tuple[jax.Array, ...]] = []
         self._chunk, self._shards = chunk, shards
+        self._selection: _Selection | None = None
         self._in_pages, *in_windows = [
             _Places(
                 table_RN,
@@ -107,11 +117,14 @@ class ChunkAttention:
             seen = [as_read(part, k_TKH.dtype) for part in kept]
             v_TKH, v_pages = (None, None) if how.get("latent") else (seen[1], written[1])
             i_pages = None if index is None else written[-1]
-            how["index"] = None if index is None else index._replace(keys_T1D=seen[-1])
+            how["index"] = index and index._replace(keys_T1D=seen[-1])
             chunk, rows = self._chunk, self._chunk.sampling_R.shape[0]
             if rows_alone and not q_TNH.shape[0]:
                 return q_TNH
+            follows = how.pop("follows", False)
             if rows_alone:
+                if follows:
+                    how["index"], i_pages = self._index_of_rows()
                 at_R = jnp.take(chunk.positions_T, chunk.sampling_R, mode="clip")
                 return paged_attention(
                     q_TNH,
@@ -123,13 +136,20 @@ class ChunkAttention:
                     platform=platform,
                     **how,
                 )
+            where = chunk.segment_T, chunk.positions_T
+            past = self._past(places.table_RN, written[0], v_pages, i_pages)
+            if (index := how["index"]) is not None and not index.block:
+                assert i_pages is not None
+                chosen = choose_in_chunk(index, *where, past, platform=platform)
+                self._selection = _Selection(index, i_pages, chosen)
+                how["index"], follows = None, True
             return prefill_attention(
                 q_TNH,
                 seen[0],
                 v_TKH,
-                chunk.segment_T,
-                chunk.positions_T,
-                self._past(places.table_RN, written[0], v_pages, i_pages),
+                *where,
+                past,
+                chosen=self._selection.chosen if follows and self._selection else None,
                 packed=chunk.packed,
                 rows=chunk.table_RN.shape[0],
                 platform=platform,
@@ -138,6 +158,14 @@ class ChunkAttention:
             )
 
         return attend
+
+    def _index_of_rows(self) -> tuple[Index, jax.Array]:
+        """Returns the last indexer's inputs for the last tokens of the rows that sample, and its
+        pages."""
+        assert self._selection is not None, "a layer group begins with a layer that selects"
+        index, pages_PKSH, _ = self._selection
+        rows_R = self._chunk.sampling_R
+        return index.of_queries(lambda x_TX: jnp.take(x_TX, rows_R, 0, mode="clip")), pages_PKSH
 
     def _write(
         self, layer_pages: LayerPages, kept: Sequence[jax.Array], places: _Places

@@ -133,7 +133,7 @@ class MeshExecutor:
         columns = -(-limits.context_tokens // limits.page_size)
         self._rows = RowFormat(columns, model.vocabulary, limits.adapters > 0, limits.spatial)
         self._groups = layer_groups(
-            limits.sent.positioned, len(limits.kv_spec.layers), limits.layer_groups
+            limits.sent.cuts, len(limits.kv_spec.layers), limits.layer_groups
         )
         self._stages = _stages(programs, model, layout, limits)
         self._pool = self._stages[0].pools.pages
@@ -423,7 +423,7 @@ def _stages(programs: Programs, model: Model, layout: Layout, limits: MeshLimits
         weights = split_model(model, layout, size, [programs.zeros] * layers)
         return [_Stage(programs, weights, Pools.of(programs, limits))]
     groups, count = limits.layer_groups, len(programs.stages)
-    held = stage_layers(limits.sent.positioned, layers, groups, count)
+    held = stage_layers(limits.sent.cuts, layers, groups, count)
     zeros = [stage.zeros for stage, of in zip(programs.stages, held, strict=True) for _ in of]
     weights = split_model(model, layout, size, zeros)
     return [

@@ -12,8 +12,9 @@ from jdisagg.executor.page_pool import LayerPages, PagePool, Pools
 from jdisagg.executor.slot_state import BatchRows, RowFormat
 from jdisagg.model_api import Attend, AttendOptions, Index
 from jdisagg.ops.kv_pages import decode_coordinates, write_tokens
-from jdisagg.ops.paged_attention import paged_attention
+from jdisagg.ops.paged_attention import paged_attention, paged_selection
 from jdisagg.ops.quarantine import seal
+from jdisagg.ops.sparse_attention import Selected
 
 
 class _Places(NamedTuple):
@@ -33,6 +34,7 @@ class StepAttention:
         self._in_pages = _places(table_TN, row, pools.pages)
         self._in_rings = _places(ring_TN, row, pools.rings)
         self._positions_BQ = step.positions_BQ
+        self._selected: Selected | None = None  # by the last layer with an indexer of positions
 
     def over(self, pages: LayerPages, rings: LayerPages, keep: list[LayerPages]) -> Attend:
         """The function appends the updated page arrays to `keep`."""
@@ -62,16 +64,23 @@ class StepAttention:
         self, q_TNH: jax.Array, written: LayerPages, places: _Places, how: AttendOptions
     ) -> jax.Array:
         step, positions_BQ, index = self._step, self._positions_BQ, how.get("index")
+        how, table_BN = how.copy(), places.table_BN[: positions_BQ.shape[0]]
+        platform = self._platform
         if index is not None:
-            how = {**how, "index": index.of_queries(partial(_slot_rows, step))}
+            how["index"] = index = index.of_queries(partial(_slot_rows, step))
+        if index is not None and not index.block:
+            where = written[-1], table_BN, positions_BQ
+            self._selected = paged_selection(index, *where, platform=platform)
+            how["index"], how["follows"] = None, True
         o_TNH = paged_attention(
             _slot_rows(step, q_TNH),
             written[0],
             None if how.get("latent") else written[1],
-            places.table_BN[: positions_BQ.shape[0]],
+            table_BN,
             positions_BQ,
             index_pages_PKSH=None if index is None else written[-1],
-            platform=self._platform,
+            selected=self._selected if how.pop("follows", False) else None,
+            platform=platform,
             **how,
         )
         if not step.drafts:

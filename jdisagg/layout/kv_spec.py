@@ -164,6 +164,24 @@ class KVSpec:
         """Indices of the layers that store KV per position, as opposed to recurrent state only."""
         return tuple(index for index, layer in enumerate(self.layers) if layer.components)
 
+    @functools.cached_property
+    def cuts(self) -> tuple[int, ...]:
+        """Indices of the layers with KV after which the layers can be cut into programs. A layer
+        that attends to the positions which an earlier layer selected, and so has no key of an
+        indexer, is in the same program as this layer."""
+        own = [
+            bool({"index", "k"} & {part.name for part in self.layers[at].components})
+            for at in self.positioned
+        ]
+        follows = [not is_own and any(own) for is_own in own]
+        return tuple(
+            [
+                at
+                for at, then in zip(self.positioned, [*follows[1:], False], strict=True)
+                if not then
+            ]
+        )
+
     @functools.cached_property  # asked for with every block
     def bytes_per_token(self) -> int:
         return sum(map(self._bytes, self.components))

@@ -4,11 +4,13 @@ training.
 The tokens must be one sequence, in order. The softmax is in float32. Memory is T x T per head, so
 this is not for serving."""
 
+from typing import Unpack
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jdisagg.model_api import Index, Latent
+from jdisagg.model_api import Attend, AttendOptions, Index, Latent
 from jdisagg.ops.block_attention import block_maxima, select_blocks
 from jdisagg.ops.latent_attention import expand
 from jdisagg.ops.online_softmax import capped, grouped_sinks
@@ -26,9 +28,10 @@ def dense_causal_attend(
     sinks_N: jax.Array | None = None,
     latent: Latent | None = None,
     index: Index | None = None,
+    follows: bool = False,
 ) -> jax.Array:
     """Implements `model_api.Attend` for one sequence: token t attends to tokens max(0, t - window +
-    1) ... t."""
+    1) ... t. A layer that `follows` an indexer needs `following`."""
     if latent is not None:
         k_TKH, v_TKH = expand(k_TKH, latent)
     assert v_TKH is not None
@@ -49,6 +52,23 @@ def dense_causal_attend(
         scores_KGTS = jnp.concatenate((scores_KGTS, sinks_KGT1), axis=-1)
     mix_KGTS = jax.nn.softmax(scores_KGTS, axis=-1)[..., :tokens].astype(v_TKH.dtype)
     return jnp.einsum("kgts,skh->tkgh", mix_KGTS, v_TKH).reshape(tokens, heads, v_TKH.shape[2])
+
+
+def following(attend: Attend) -> Attend:
+    """Wraps `dense_causal_attend` for a forward pass through all layers: a layer that follows an
+    earlier layer's indexer attends by this indexer."""
+    last: list[Index] = []
+
+    def attend_by_last(
+        q_TNH: jax.Array, k_TKH: jax.Array, v_TKH: jax.Array | None, **how: Unpack[AttendOptions]
+    ) -> jax.Array:
+        if (index := how.get("index")) is not None:
+            last[:] = [index]
+        elif how.pop("follows", False):
+            how["index"] = last[0]
+        return attend(q_TNH, k_TKH, v_TKH, **how)
+
+    return attend_by_last
 
 
 def selected(index: Index, seen_TS: jax.Array) -> jax.Array:

@@ -41,7 +41,7 @@ from jdisagg.ops.online_softmax import (
     grouped_sinks,
 )
 from jdisagg.ops.quarantine import seen_scores
-from jdisagg.ops.sparse_attention import selected_attention
+from jdisagg.ops.sparse_attention import Selected, select_positions, selected_attention
 
 Implementation = Literal["loop", "pages", "gather", "pallas"]
 
@@ -66,6 +66,7 @@ def paged_attention(
     latent: Latent | None = None,
     index: Index | None = None,
     index_pages_PKSH: jax.Array | None = None,
+    selected: Selected | None = None,
     platform: str = "cpu",
     implementation: Implementation | None = None,
 ) -> jax.Array:
@@ -80,6 +81,7 @@ def paged_attention(
         positions: int32 [B, Q], or [B] for one token per sequence. The first token of a sequence
             has the smallest position, and no position lies more than Q - 1 after it.
         cap, sinks_N, latent: See `model_api.AttendOptions`.
+        selected: Result of `paged_selection`, in place of `index`.
 
     Returns:
         o_TNH in q's dtype.
@@ -87,14 +89,17 @@ def paged_attention(
     traits, values = traits_of(platform), v_pages_PKSH
     positions_BQ = positions if positions.ndim == 2 else positions[:, None]
     table_BN = jnp.clip(table_BN, 0, k_pages_PKSH.shape[0] - 1)
-    if index is not None and table_BN.shape[1] * k_pages_PKSH.shape[2] > index.positions:
+    if index is not None and not index.block and index_pages_PKSH is not None:
+        where = index_pages_PKSH, table_BN, positions_BQ
+        selected = paged_selection(index, *where, platform=platform)
+    if selected is not None:
+        assert latent is not None and window is None and not cap and sinks_N is None
+        return selected_attention(q_TNH, k_pages_PKSH, table_BN, selected, latent, scale=scale)
+    if index is not None and index.block and _longer(table_BN, k_pages_PKSH, index):
         assert index_pages_PKSH is not None and window is None and not cap and sinks_N is None
-        how = {"scale": scale, "at_once": traits.without_loops}
-        if latent is not None:
-            pages, rest = (k_pages_PKSH, index_pages_PKSH), (index, latent)
-            return selected_attention(q_TNH, *pages, table_BN, positions_BQ, *rest, **how)
         assert v_pages_PKSH is not None
         pages = (k_pages_PKSH, v_pages_PKSH, index_pages_PKSH)
+        how = {"scale": scale, "at_once": traits.without_loops}
         return attention_to_blocks(q_TNH, *pages, table_BN, positions_BQ, index, **how)
     kernel = partial(paged_attention_pallas.paged_attention, cap=cap, sinks_N=sinks_N)
     applies = paged_attention_pallas.applies
@@ -113,6 +118,29 @@ def paged_attention(
     }[implementation or ("pallas" if by_kernel else traits.decode_attention)]
     o_TNH = attend(q_TNH, k_pages_PKSH, values, table_BN, positions_BQ, scale=scale, window=window)
     return o_TNH if latent is None else release(o_TNH, latent)
+
+
+def paged_selection(
+    index: Index,
+    index_pages_PKSH: jax.Array,
+    table_BN: jax.Array,
+    positions: jax.Array,
+    *,
+    platform: str,
+) -> Selected | None:
+    """Selects the positions that each new token attends to, by an indexer that selects positions.
+    The arguments are those of `paged_attention`. Returns None if the page table has so few
+    positions that each token attends to all of them."""
+    if not _longer(table_BN, index_pages_PKSH, index):
+        return None
+    positions_BQ = positions if positions.ndim == 2 else positions[:, None]
+    table_BN = jnp.clip(table_BN, 0, index_pages_PKSH.shape[0] - 1)
+    how = {"at_once": traits_of(platform).without_loops}
+    return select_positions(index, index_pages_PKSH, table_BN, positions_BQ, **how)
+
+
+def _longer(table_BN: jax.Array, pages_PKSH: jax.Array, index: Index) -> bool:
+    return table_BN.shape[1] * pages_PKSH.shape[2] > index.positions
 
 
 def _loop(

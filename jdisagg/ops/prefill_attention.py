@@ -49,9 +49,13 @@ from jdisagg.ops.sparse_attention import chosen_positions
 DENSE_TOKENS = 1024
 DENSE_TOKENS_PACKED = 512  # a packed chunk gains earlier from skipping key blocks
 KEY_BLOCK = 256
+QUERY_BLOCK = 128
 PAST_QUERIES = 512  # query rows that share one gather of pages
 PAST_POSITIONS = 128
 UNROLLED_POSITIONS = 4096  # positions of an unrolled step, whose scores are in memory
+# For each block of queries of a chunk, the masks [K, Q, S] of the tokens that an indexer selects:
+# those of the chunk, and those of the pages (None without earlier tokens).
+Chosen = tuple[tuple[jax.Array, jax.Array | None], ...]
 
 
 def prefill_attention(
@@ -68,9 +72,10 @@ def prefill_attention(
     sinks_N: jax.Array | None = None,
     latent: Latent | None = None,
     index: Index | None = None,
+    chosen: Chosen | None = None,
     platform: str = "cpu",
     device_kind: str = "",
-    query_block: int = 128,
+    query_block: int = QUERY_BLOCK,
     packed: bool = True,
     rows: int = 16,
 ) -> jax.Array:
@@ -82,6 +87,7 @@ def prefill_attention(
         past: Pages with earlier tokens. None if no sequence has earlier tokens. On a GPU only row
             0, which comes first in the chunk, may have earlier tokens.
         cap, sinks_N, latent, index: See `model_api.AttendOptions`.
+        chosen: Result of `choose_in_chunk` with the same `query_block`, in place of `index`.
         packed: Whether the chunk may hold several sequences. If False, all valid tokens must belong
             to row 0 and come first.
 
@@ -91,9 +97,10 @@ def prefill_attention(
     if latent is not None:
         k_TKH, v_TKH = expand(k_TKH, latent)
     assert v_TKH is not None
-    if index is not None and _positions(q_TNH, past) <= index.positions:
-        index = None
-    by_cudnn = latent is None and not cap and index is None
+    if index is not None:
+        where = segment_T, positions_T, past
+        chosen = choose_in_chunk(index, *where, platform=platform, query_block=query_block)
+    by_cudnn = latent is None and not cap and chosen is None
     by_cudnn = by_cudnn and prefill_attention_cudnn.applies(
         q_TNH, platform=platform, device_kind=device_kind
     )
@@ -101,7 +108,7 @@ def prefill_attention(
     how: dict[str, Any] = {"scale": scale, "window": window, "sinks_N": sinks_N}
     if by_cudnn:
         o_TNH = prefill_attention_cudnn.attend(*chunk, past, packed=packed, rows=rows, **how)
-    elif index is None and prefill_attention_tpu.applies(
+    elif chosen is None and prefill_attention_tpu.applies(
         q_TNH, k_TKH, past, platform=platform, device_kind=device_kind, latent=latent is not None
     ):
         start_T, marked = first_key(segment_T, window), latent is not None
@@ -114,7 +121,7 @@ def prefill_attention(
             positions_T,
             past,
             latent,
-            index,
+            chosen,
             cap=cap,
             query_block=query_block,
             packed=packed,
@@ -125,9 +132,36 @@ def prefill_attention(
     return jnp.where((segment_T >= 0)[:, None, None], o_TNH, jnp.zeros((), q_TNH.dtype))
 
 
-def _positions(q_TNH: jax.Array, past: PastPages | None) -> int:
+def choose_in_chunk(
+    index: Index,
+    segment_T: jax.Array,
+    positions_T: jax.Array,
+    past: PastPages | None,
+    *,
+    platform: str,
+    query_block: int = QUERY_BLOCK,
+) -> Chosen | None:
+    """Selects the positions that each token of a prefill chunk attends to. The arguments are those
+    of `prefill_attention`. Returns None if each token attends to all positions."""
+    tokens = segment_T.shape[0]
     earlier = 0 if past is None else past.table_RN.shape[1] * past.k_pages_PKSH.shape[2]
-    return q_TNH.shape[0] + earlier
+    if tokens + earlier <= index.positions:
+        return None
+    choose = chosen_from_blocks if index.block else chosen_positions
+    rest = first_key(segment_T, None), segment_T, positions_T, past
+    at_once = traits_of(platform).without_loops
+    return tuple(
+        choose(index, low, high, *rest, at_once=at_once)
+        for low, high in _groups(tokens, _group_size(query_block))
+    )
+
+
+def _group_size(query_block: int) -> int:
+    return PAST_QUERIES // query_block * query_block or query_block
+
+
+def _groups(tokens: int, size: int) -> list[tuple[int, int]]:
+    return [(low, min(low + size, tokens)) for low in range(0, tokens, size)]
 
 
 def _blocks(
@@ -138,7 +172,7 @@ def _blocks(
     positions_T: jax.Array,
     past: PastPages | None,
     latent: Latent | None,
-    index: Index | None,
+    chosen_of: Chosen | None,
     *,
     scale: float,
     window: int | None,
@@ -164,16 +198,14 @@ def _blocks(
     marked = latent is not None
     how = {"scale": scale, "window": window, "cap": cap, "marked": marked, "at_once": at_once}
     sinks_KG11 = grouped_sinks(sinks_N, heads)
-    whole = past is None and index is None
-    group = tokens if whole else PAST_QUERIES // query_block * query_block or query_block
+    whole = past is None and chosen_of is None
     chosen: tuple[jax.Array | None, jax.Array | None] = (None, None)
     outputs: list[jax.Array] = []
-    for low in range(0, tokens, group):
-        high = min(low + group, tokens)
-        if index is not None:
-            choose = chosen_from_blocks if index.block else chosen_positions
-            where = (low, high, start_T, segment_T, positions_T, past)
-            chosen = choose(index, *where, at_once=at_once)
+    for number, (low, high) in enumerate(
+        _groups(tokens, tokens if whole else _group_size(query_block))
+    ):
+        if chosen_of is not None:
+            chosen = chosen_of[number]
         blocks = [
             _self_block(
                 q_KGTH,

@@ -6,11 +6,13 @@ the smallest position.
 
 Prefill computes the scores of a block of queries over all earlier positions and masks ordinary
 attention (`chosen_positions`). Decode gathers the selected latents of each token, so that the bytes
-that it reads do not grow with the context beyond the indexer's keys (`selected_attention`)."""
+that it reads do not grow with the context beyond the indexer's keys (`select_positions`,
+`selected_attention`). Layers may share one selection (GLM-5.2)."""
 
 import math
 from collections.abc import Callable
 from functools import partial
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -28,6 +30,13 @@ UNROLLED_POSITIONS = 4096  # positions of an unrolled step
 
 # Function from keys, and a mask of the keys that exist, to their scores.
 Measure = Callable[[jax.Array, jax.Array], jax.Array]
+
+
+class Selected(NamedTuple):
+    """Positions that each token attends to, int32 [T, K]. Entries without `there_TK` are none."""
+
+    position_TK: jax.Array
+    there_TK: jax.Array
 
 
 def index_scores(queries_QHD: jax.Array, weights_QH: jax.Array, keys_SD: jax.Array) -> jax.Array:
@@ -187,22 +196,17 @@ def _columns(positions: int, slots: int, width: int, unit: int) -> int:
     return max(1, min(positions // slots, width) // least) * least
 
 
-def selected_attention(
-    q_TNH: jax.Array,
-    latent_pages_PKSH: jax.Array,
+def select_positions(
+    index: Index,
     index_pages_PKSH: jax.Array,
     table_BN: jax.Array,
     positions_BQ: jax.Array,
-    index: Index,
-    latent: Latent,
     *,
-    scale: float,
     at_once: bool,
-) -> jax.Array:
-    """Computes the attention of each new token over the positions that the indexer selects among
-    positions up to the token's own. The arguments are those of `paged_attention`. `table_BN` must
-    be in range and have more than `index.top` positions. Returns o [T, N, value]."""
-    (batch, per), slots = positions_BQ.shape, latent_pages_PKSH.shape[2]
+) -> Selected:
+    """Selects positions up to each new token's own. `table_BN` must be in range and have more than
+    `index.top` positions. The other arguments are those of `paged_attention`."""
+    batch, per = positions_BQ.shape
     assert index.weights_TH is not None
     q_BQHD, w_BQH = (
         of_T.reshape(batch, per, *of_T.shape[1:]) for of_T in (index.queries_THD, index.weights_TH)
@@ -215,6 +219,22 @@ def selected_attention(
     how = {"dtype": index.queries_THD.dtype, "at_once": at_once}
     scores_TS = page_scores(measure, 1, index_pages_PKSH, table_BN, positions_BQ, **how)[:, 0]
     found_TK, position_TK = largest(scores_TS, index.top)
+    return Selected(position_TK, found_TK > -jnp.inf)
+
+
+def selected_attention(
+    q_TNH: jax.Array,
+    latent_pages_PKSH: jax.Array,
+    table_BN: jax.Array,
+    selected: Selected,
+    latent: Latent,
+    *,
+    scale: float,
+) -> jax.Array:
+    """Computes the attention of each new token over the selected positions. The arguments are those
+    of `paged_attention`. `table_BN` must be in range. Returns o [T, N, value]."""
+    position_TK, slots = selected.position_TK, latent_pages_PKSH.shape[2]
+    per = q_TNH.shape[0] // table_BN.shape[0]
     table_TN = jnp.repeat(table_BN, per, axis=0) if per > 1 else table_BN
     page_TK = jnp.take_along_axis(table_TN, position_TK // slots, axis=1, mode="clip")
     rows_TKH = latent_pages_PKSH.at[page_TK, 0, position_TK % slots].get(mode="promise_in_bounds")
@@ -222,7 +242,7 @@ def selected_attention(
     q_TNR, rank = absorb(q_TNH, latent), latent.keys_NRH.shape[1]
     product = partial(jnp.einsum, preferred_element_type=jnp.float32)
     s_TNK = seen_scores(product("tnr,tkr->tnk", q_TNR, rows_TKH) * scale)
-    s_TNK = jnp.where((found_TK > -jnp.inf)[:, None], s_TNK, -jnp.inf)
+    s_TNK = jnp.where(selected.there_TK[:, None], s_TNK, -jnp.inf)
     mix_TNK = jax.nn.softmax(s_TNK, axis=-1).astype(rows_TKH.dtype)
     mixed_TNR = product("tnk,tkr->tnr", mix_TNK, rows_TKH[..., :rank]).astype(q_TNH.dtype)
     return release(mixed_TNR, latent)

@@ -15,7 +15,7 @@ from jdisagg.costs.hardware import Accelerator, Link
 from jdisagg.costs.model_geometry import CostGeometry, GroupedAttention, LatentAttention
 from jdisagg.engine.limits import mesh_limits
 from jdisagg.errors import ConfigError
-from jdisagg.layout.kv_spec import KVComponent, KVLayer, KVSpec
+from jdisagg.layout.kv_spec import KVComponent, KVLayer, KVSpec, latent_layer
 from jdisagg.scheduler.executor import MeshLimits
 from jdisagg.scheduler.host_blocks import TierRoom
 from jdisagg.settings.timeouts import DEFAULT_TIMEOUTS
@@ -283,8 +283,10 @@ def _grouped(attention: GroupedAttention, layers: int, dtype: str) -> KVSpec:
 def kv_spec(geometry: CostGeometry, dtype: str) -> KVSpec:
     attention = geometry.attention
     if isinstance(attention, LatentAttention):
-        index = attention.index_dim
-        return KVSpec.latent(geometry.layers, attention.kv_values - index, dtype, index=index)
+        index, width = attention.index_dim, attention.kv_rank + attention.rope_dim
+        shared, own = attention.shared_layers, latent_layer(width, index=index)
+        layers = (own,) * (geometry.layers - shared) + (latent_layer(width),) * shared
+        return KVSpec(layers, dtype)
     spec = _grouped(attention, geometry.layers, dtype)
     if attention.indexed_layers:
         first = geometry.layers - attention.indexed_layers

@@ -62,6 +62,7 @@ def streams(done: list[Collected]) -> list[object]:
     [
         ("deepseek_v3", "", "tp=2,ep=2", "dp=2,ep=2"),
         ("deepseek_v32", "", "tp=2", "dp=2,ep=2"),
+        ("glm_moe_dsa_shared", "", "tp=2", "dp=2,ep=2"),
         ("minimax_m3", "", "tp=2", "dp=2,ep=2"),
         ("lfm2", "", "tp=1", "dp=2"),
         ("qwen3_next", "", "tp=2", "dp=2"),

@@ -140,6 +140,8 @@ async def test_experts_spread_any_way_give_the_tokens_of_a_dense_pass(prefill, d
         # An indexer that selects 16 of the positions.
         pytest.param("deepseek_v32", "tp=2", "dp=2", 16, marks=ci),
         pytest.param("glm_moe_dsa", "dp=2,tp=2", "tp=2,ep=2", 16, marks=slow),
+        # One that several layers share, of which the last computes the tokens that sample alone.
+        pytest.param("glm_moe_dsa_shared", "tp=2", "dp=2", 16, marks=ci),
         # An indexer that selects 3 blocks of 8 positions, for each KV head.
         pytest.param("minimax_m3", "tp=2", "dp=2", 16, marks=ci),
         pytest.param("minimax_m3", "tp=4,ep=4", "dp=2,tp=2,ep=4", 16, marks=slow),
@@ -186,6 +188,7 @@ async def test_a_family_gives_the_tokens_of_transformers(
         pytest.param("deepseek_v3", Mode.UNIFIED, "dp=2,tp=2", marks=slow),
         pytest.param("deepseek_v3", Mode.CHUNKED, "dp=2,tp=2", marks=ci),
         pytest.param("deepseek_v32", Mode.CHUNKED, "dp=2,tp=2", marks=slow),
+        pytest.param("glm_moe_dsa_shared", Mode.CHUNKED, "dp=2,tp=2", marks=slow),
         pytest.param("minimax_m3", Mode.CHUNKED, "dp=2,tp=2", marks=slow),
         pytest.param("llama4", Mode.UNIFIED, "tp=4", marks=slow),
         pytest.param("lfm2", Mode.CHUNKED, "dp=2,tp=2", marks=slow),

@@ -115,13 +115,16 @@ def test_weights_and_kv_are_those_of_the_loaded_model_with_the_layer_that_drafts
     assert planned.weights == pytest.approx(stored, rel=2e-3), "norms are not counted"
 
 
+V3_LAYER = 187_105_280 + 257 * 3 * 7168 * 2048 + 256 * 7168 + 2 * 7168**2
+
+
 @pytest.mark.parametrize(
     ("model", "parameters", "kv"),
     [
-        ("deepseek-v3", 187_105_280 + 257 * 3 * 7168 * 2048 + 256 * 7168 + 2 * 7168**2, 576),
+        ("deepseek-v3", V3_LAYER, 576),
         ("glm-4.6", 2 * 5120 * 104 * 128 + 161 * 3 * 5120 * 1536 + 160 * 5120 + 2 * 5120**2, 2048),
         ("kimi-k2.5", 0, 0),
-        ("deepseek-v3.2", 0, 0),
+        ("deepseek-v3.2", V3_LAYER + 1536 * 64 * 128 + 7168 * (128 + 64), 576 + 128),
     ],
 )
 def test_the_next_token_layer_of_a_catalogue_model_is_counted_where_it_is_loaded(

@@ -35,7 +35,14 @@ MECHANISMS = (
 
 
 # Options with code of their own.
-OPTIONS = ("llama_yarn", "llama_llama3", "phi3_longrope", "glm4_moe_groups", "granite4_moe")
+OPTIONS = (
+    "llama_yarn",
+    "llama_llama3",
+    "phi3_longrope",
+    "glm4_moe_groups",
+    "granite4_moe",
+    "glm_moe_dsa_shared",
+)
 
 
 def _family(name: str) -> str:

@@ -10,6 +10,7 @@ import pytest
 
 from jdisagg.costs.catalog import CATALOG
 from jdisagg.layout.axes import Layout
+from jdisagg.scheduler.blocks import layer_groups
 from models.catalog import read_config
 from models.decoder_config import DecoderConfig
 from models.hf_config import HfConfig
@@ -54,12 +55,12 @@ SIZES: dict[str, tuple[float, float, int]] = {
     "granite-4.0-h-small": (32.2, 8.8, 16384),
     "granite-4.0-h-tiny": (6.9, 1.5, 8192),
 }
-# The name in the catalogue, and next-token layers, of which those with an indexer are not loaded.
+# The name in the catalogue, and next-token layers.
 IN_THE_CATALOGUE = {
     "DeepSeek-V3": ("deepseek-v3", 1),
-    "DeepSeek-V3.2": ("deepseek-v3.2", 0),
+    "DeepSeek-V3.2": ("deepseek-v3.2", 1),
     "GLM-4.6": ("glm-4.6", 1),
-    "GLM-5": ("glm-5", 0),
+    "GLM-5": ("glm-5", 1),
     "Kimi-K2.5": ("kimi-k2.5", 0),
     "Kimi-Linear-48B-A3B-Instruct": ("kimi-linear-48b-a3b", 0),
     "MiniMax-M3": ("minimax-m3", 0),
@@ -96,6 +97,27 @@ def test_published_models_are_in_the_catalogue_as_they_are() -> None:
     for name, (known, next_token_layers) in IN_THE_CATALOGUE.items():
         assert _read(name).cost_geometry(known) == CATALOG[known], name
         assert CATALOG[known].next_token_layers == next_token_layers, name
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        {"index_topk_freq": 4, "index_skip_topk_offset": 3},
+        {"index_topk_pattern": "FFF" + "SSSF" * 18 + "SSS"},
+    ],
+)
+def test_three_of_four_layers_of_glm_5_2_have_no_indexer(schedule: Fields) -> None:
+    config, known = read_config(HfConfig(published("GLM-5") | schedule)), CATALOG["glm-5.2"]
+    own = [at for at, layer in enumerate(config.layers) if layer.selects == "own"]
+    assert own == [0, 1, 2, *range(6, 78, 4)]
+    assert config.cost_geometry("glm-5.2") == known
+    spec = config.kv_spec("bfloat16")
+    assert spec.bytes_per_token == 89856 + 21 * 256 == known.kv_bytes_per_token("bfloat16")
+    # programs begin where a layer selects
+    for group in layer_groups(spec.cuts, 78, 8)[1:]:
+        assert group.start in own
+    # a next-token layer selects, although the last layer does not
+    assert replace(config, next_token=True).kv_spec("bfloat16").layers[-1] == spec.layers[0]
 
 
 @pytest.mark.parametrize(
@@ -238,11 +260,11 @@ def _refused_by_name() -> Iterable[tuple[str, Fields]]:
     other = {"architectures": ["KimiVLForConditionalGeneration"]}
     yield "must hold 'KimiK25For", published("Kimi-K2.5") | other
     for shared in (
-        {"index_topk_freq": 4},
         {"index_topk_pattern": "FSS"},
-        {"indexer_types": ["shared"]},
+        {"index_topk_pattern": "S" + "F" * 77},
+        {"indexer_types": ["full"] * 77 + ["other"]},
     ):
-        yield "a selection that several layers share", published("GLM-5") | shared
+        yield "must be 'full' or 'shared' for each of 78 layers", published("GLM-5") | shared
     for sparse in (
         {"sparse_init_block": 1},
         {"sparse_score_type": "mean"},
