@@ -44,6 +44,7 @@ from jdisagg.engine.replica import (
     worker_mode,
 )
 from jdisagg.errors import JdisaggError, UnavailableError
+from jdisagg.executor.autotuning import Autotuning, kind_name
 from jdisagg.executor.programs import Programs
 from jdisagg.executor.weight_swaps import WeightsSource
 from jdisagg.grammar.compiler import GrammarCompiler
@@ -179,6 +180,7 @@ class WorkerRuntime:
         self._link = GrpcKvLink(end, credentials)
         self._peers = PeerPorts(credentials, state.clock, state.config.limits.timeouts.call)
         self._followers: Followers | None = None
+        self._tuning = ""
         self._kv_channels: Callable[[], tuple[str, ...]] = tuple
 
     async def live(self, load: LoadModel) -> int:
@@ -377,6 +379,7 @@ class WorkerRuntime:
             lambda: instance.times,
             failed_kernels(),
             state.weights,
+            self._tuning,
         )
         worker = build_worker(
             spec.role,
@@ -405,15 +408,37 @@ class WorkerRuntime:
             cleanup.callback(metrics.unwatch, "kv_link")
 
     async def _warm_up(self, instance: Replica) -> None:
-        if not self._state.config.warm_up:
+        config = self._state.config
+        if not config.warm_up and not config.autotune_results:
             return
-        began = self._state.clock.now()
-        print(f"worker {self._state.spec.name} compiles its programs", flush=True)
+        tuning = self._autotuning(instance)
+        await tuning.begin(self._state.clock)
+        instance.executor.programs.add_options(tuning.options)
+        if config.warm_up:
+            await self._compile(instance)
+        tuning.finish()
+        self._tuning = tuning.identity
+
+    async def _compile(self, instance: Replica) -> None:
+        began, name = self._state.clock.now(), self._state.spec.name
+        print(f"worker {name} compiles its programs", flush=True)
         with progress_bar("compiling") as progress:
             await warm_up([instance], progress)
         seconds, count = self._state.clock.now() - began, instance.executor.programs.compilations
-        name = self._state.spec.name
         print(f"worker {name} is warm after {seconds:.1f} s ({count} programs)", flush=True)
+
+    def _autotuning(self, instance: Replica) -> Autotuning:
+        """The pages of a worker may depend on its free memory, and are not a part of its kind."""
+        state, config, spec = self._state, self._state.config, self._state.spec
+        model = config.model.dtype, config.model.weights, config.model.kv_dtype, spec.geometry
+        device = state.devices[0]
+        return Autotuning(
+            kind_name(device.device_kind, *model, spec.role, config.mode, config.instance),
+            instance.executor.programs.platform,
+            config.compilation_cache,
+            config.autotune_results,
+            waits=state.group.processes == 1,
+        )
 
     async def _unless(
         self, end: Coroutine[None, None, object], work: Coroutine[None, None, None]

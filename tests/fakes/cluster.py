@@ -172,6 +172,7 @@ class Fleet:
         faults: Faults of the mesh of the worker of this name.
         wire: Whether every port call passes the wire format and back.
         fingerprint: Model fingerprint of the worker of this name.
+        tuning: Autotune results of the worker of this name.
         names: Names of cached blocks, or None without a prefix cache.
         affinity: What the router knows of prefix caches.
         tiers: Host and disk room of prefill workers.
@@ -201,6 +202,7 @@ class Fleet:
         seed: int = 0,
         wire: bool = False,
         fingerprint: Callable[[str], str] = lambda name: "",
+        tuning: Callable[[str], str] = lambda name: "",
         routing: RoutingConfig | None = None,
         events: RouterEvents = NO_ROUTER_EVENTS,
         names: BlockNames | None = None,
@@ -246,6 +248,7 @@ class Fleet:
             self._limits["d"] = replace(self._limits["d"], mixed_buckets=sizes)
         self._tiers = {"p": tiers or TierRoom(), "d": decode_tiers or TierRoom()}
         self._faults, self._costs, self._fingerprint = faults, costs, fingerprint
+        self._tuning = tuning
         self._random = random.Random(seed)
         self._hints, self._wrap_mesh = hints, wrap_mesh
         self._addressed = addressed
@@ -325,6 +328,7 @@ class Fleet:
             address=self._address(name),
             names=self._block_names,
             tiers=self._tiers[kind],
+            tuning=self._tuning(name),
         )
         worker = self.local.add(
             WorkerRole.PREFILL if kind == "p" else WorkerRole.DECODE,
