@@ -89,12 +89,14 @@ class Autotuning:
         """Publishes the results of a first start, after all programs are compiled."""
         if DUMP not in self.options:
             return
+        # XLA writes nothing if all programs were found compiled.
+        written = self._part if self._part.exists() else self._earlier
         with suppress(FileNotFoundError):
-            self._digest = _digest_of(self._part)
+            self._digest = _digest_of(written)
             with suppress(FileExistsError):
-                os.link(self._part, self._results)
-            self._part.unlink()
-            self._earlier.unlink()
+                os.link(written, self._results)
+        self._part.unlink(missing_ok=True)
+        self._earlier.unlink(missing_ok=True)
         self._unlock()
         if not self._digest:
             log.warning(

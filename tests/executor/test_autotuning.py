@@ -74,6 +74,17 @@ async def test_a_start_goes_on_where_one_that_ended_had_come(tmp_path: Path) -> 
     assert results_of(tmp_path).read_text() == "ab"
 
 
+async def test_results_of_an_ended_start_are_published_if_its_programs_were_all(
+    tmp_path: Path,
+) -> None:
+    ended = await started(tmp_path, "a")
+    ended._unlock()
+    again = Autotuning(KIND, "gpu", str(tmp_path))
+    await again.begin(CLOCK)
+    again.finish()  # XLA compiled nothing
+    assert results_of(tmp_path).read_text() == "a" and again.identity
+
+
 async def test_processes_of_an_instance_do_not_wait_and_the_later_says_what_it_has(
     tmp_path: Path,
 ) -> None:
