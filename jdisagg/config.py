@@ -171,6 +171,8 @@ class LimitsConfig(Settings):
         step_seconds: Time limit of each command on a mesh. For images it grows by this for each
             2,048 patches.
         verify: Whether keyed checksums verify transferred KV in the receiver's pages.
+        tuned_apart: Whether float32 sequences may move between workers with different autotune
+            results (docs/guarantees.md).
         timeouts: All other waits, heartbeats and retries.
     """
 
@@ -187,6 +189,7 @@ class LimitsConfig(Settings):
     pull_seconds: Positive = 5.0
     step_seconds: Positive = 120.0
     verify: bool = True
+    tuned_apart: bool = False
     timeouts: Timeouts = field(default_factory=Timeouts)
 
     def _check(self) -> None:
@@ -409,6 +412,8 @@ class EngineConfig(Settings):
         compilation_cache: Folder of the persistent cache of compiled programs. '' disables it.
         kernels: Hand-written kernels on accelerators: auto (those that pass a check at the start),
             xla (none), or names separated by commas.
+        autotune_results: File of XLA's autotune results for GPU workers. '' is the file that the
+            first start of a kind of worker wrote beside its compiled programs.
     """
 
     model: ModelConfig = field(default_factory=ModelConfig)
@@ -422,6 +427,7 @@ class EngineConfig(Settings):
     warm_up: bool = True
     compilation_cache: Annotated[str, FLAG] = "~/.cache/jdisagg/xla"
     kernels: Annotated[str, FLAG] = "auto"
+    autotune_results: Annotated[str, FLAG] = ""
 
     def _check(self) -> None:
         if self.prefix.disk_gib and self.mode is not Mode.DISAGGREGATED:
@@ -451,6 +457,7 @@ class WorkerConfig(Settings):
     service: ServiceConfig = field(default_factory=ServiceConfig)
     warm_up: bool = True
     compilation_cache: str = EngineConfig.compilation_cache
+    autotune_results: str = EngineConfig.autotune_results
     kernels: str = EngineConfig.kernels
 
 

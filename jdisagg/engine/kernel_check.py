@@ -27,6 +27,7 @@ from jdisagg.layout.platforms import TPU_CHIPS, libtpu_variables
 from jdisagg.ops.optional_kernels import (
     BLOCK_EXPERTS,
     CUDNN_ATTENTION,
+    FILTERED_DRAW,
     KERNELS,
     KERNELS_OF,
     LATENT_ATTENTION,
@@ -272,12 +273,33 @@ def expert_products(*, wgmma: bool = False, interpret: bool = False) -> float:
     return _difference(kernel, reference)
 
 
+def filtered_draw(*, interpret: bool = False) -> float:
+    """Returns the share of rows whose tokens differ."""
+    from jdisagg.ops.sampling import SamplingRows, sample
+
+    count = 16
+    row_B = jnp.arange(count, dtype=jnp.int32)
+    rows = SamplingRows(
+        temperature=jnp.full(count, 0.8, jnp.float32),
+        top_k=jnp.array([0, 1, 5, 300] * 4, jnp.int32),
+        top_p=jnp.array([1.0, 0.95, 0.5, 1e-6], jnp.float32).repeat(4),
+        min_p=jnp.zeros(count, jnp.float32),
+        seed=jnp.zeros((count, 2), jnp.uint32),
+        child=row_B,
+        position=row_B,
+    )
+    logits_BV = _random(count, 20_000, seed=0).astype(jnp.float32)
+    kernel = sample(logits_BV, rows, platform="gpu", interpret=interpret)
+    return float(np.mean(np.asarray(kernel) != np.asarray(sample(logits_BV, rows))))
+
+
 PROBES: dict[str, Probe] = {
     PAGED_ATTENTION: decode_attention,
     LATENT_ATTENTION: latent_attention,
     CUDNN_ATTENTION: prefill_attention,
     WGMMA_EXPERTS: partial(expert_products, wgmma=True),
     BLOCK_EXPERTS: expert_products,
+    FILTERED_DRAW: filtered_draw,
     TPU_PREFILL: tpu_prefill,
 }
 

@@ -13,6 +13,7 @@ import jax
 
 # JAX has no public API to replace the cache. Versions 0.10 to 0.12 have these private names, and
 # tests fail for a JAX without them.
+from jax._src import cache_key
 from jax._src import compilation_cache as jax_cache
 from jax._src.compilation_cache_interface import CacheInterface
 
@@ -22,6 +23,8 @@ LONGEST_WAIT_SECONDS = (
     600.0  # longest wait for a program that another process compiles; longer than any compilation
 )
 _POLL_SECONDS = 0.02
+# Options of XLA that say where results of autotuning are. A program is found whatever they are.
+_WHERE = {"xla_gpu_load_autotune_results_from", "xla_gpu_dump_autotune_results_to"}
 _COMPILED = "/jax/core/compile/backend_compile_duration"
 
 
@@ -38,9 +41,15 @@ def use_compilation_cache(directory: str) -> None:
         "name a folder that can be written, or '' to keep no programs",
     )
     jax_cache.get_file_cache = _program_cache
+    cache_key.env_override_flags_to_exclude_from_cache_key |= _WHERE
     jax.config.update("jax_compilation_cache_dir", str(path))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
+def keep_apart(text: str) -> None:
+    """Makes this process find only programs that were compiled with the same `text`."""
+    cache_key.custom_hook = lambda: text
 
 
 def _program_cache(path: str) -> tuple[CacheInterface, str]:

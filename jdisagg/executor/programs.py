@@ -12,7 +12,7 @@ import logging
 import sys
 import threading
 import time
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -118,6 +118,11 @@ class Programs:
     @property
     def compilations(self) -> int:
         return self._compilations + sum(stage.compilations for stage in self.later)
+
+    def add_options(self, options: Mapping[str, str | bool]) -> None:
+        """Adds options of XLA to those of programs that are compiled later."""
+        for stage in self.stages:
+            stage.compiler_options.update(options)
 
     @contextlib.contextmanager
     def only_compiled(self) -> Iterator[None]:
@@ -245,13 +250,7 @@ class Programs:
                 traced = self._trace(self.mesh, body, arguments, in_specs, out_specs, donate)
                 return traced.lower().compile(compiler_options=options)
         except jax.errors.JaxRuntimeError as error:
-            traits = traits_of(self.platform)
-            own = [key for key, _ in traits.compiler_options + traits.float32_options]
-            unknown = [
-                key
-                for key in own
-                if key in options and f"No such compile option: '{key}'" in str(error)
-            ]
+            unknown = [key for key in options if f"No such compile option: '{key}'" in str(error)]
             if not unknown:
                 raise
             for kept in (self.compiler_options, self._float32_options):

@@ -38,6 +38,8 @@ class PlatformTraits:
         lanes: Number to a multiple of which the last axis of a page array is padded in memory.
         limit_has_fraction: Whether the memory limit that JAX reports already contains
             `memory_fraction`.
+        autotunes: Whether XLA times kernels and chooses among them, so that processes may choose
+            differently.
         compiler_options: XLA's options of all programs. Options that this version of XLA does not
             have are left out.
     """
@@ -59,6 +61,7 @@ class PlatformTraits:
     least_page: int = 1
     lanes: int = 1
     limit_has_fraction: bool = False
+    autotunes: bool = False
     compiler_options: tuple[tuple[str, str | bool], ...] = ()
     float32_options: tuple[tuple[str, str | bool], ...] = ()
 
@@ -79,6 +82,7 @@ _TRAITS = {
         draft_rows=3,
         spare_rows=True,
         warm_runs=3,
+        autotunes=True,
         limit_has_fraction=True,  # XLA_CLIENT_MEM_FRACTION
         # Autotuning is off, because XLA would compile and time several forms of every kind of
         # fusion. The unrolled passes of a sampling program have hundreds of fusions. With

@@ -304,6 +304,9 @@ class PeerHello(Message, frozen=True):
             Not compared.
         mesh: Mesh of this worker. Only its field `transports` must be equal on both sides.
         oldest_protocol: Oldest protocol version that this worker works with.
+        tuning: Kind of the worker and digest of its autotune results, "KIND:DIGEST". Compared
+            between workers of the same kind. Empty if unknown.
+        tuned_apart: Whether float32 sequences may move between workers of different results.
     """
 
     protocol: int
@@ -319,6 +322,8 @@ class PeerHello(Message, frozen=True):
     windows_apart: bool = False
     oldest_protocol: int = 0
     weights: str = ""
+    tuning: str = ""
+    tuned_apart: bool = False
 
 
 async def close_stream(items: object) -> None:

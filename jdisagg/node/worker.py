@@ -32,6 +32,7 @@ from jdisagg.engine.memory_plan import (
 from jdisagg.engine.prefix_defaults import fit_with_defaults, worker_defaults
 from jdisagg.engine.replica import KvPlane, Loaded, LoadModel, Replica, build_replica, warm_up
 from jdisagg.errors import JdisaggError, UnavailableError
+from jdisagg.executor.autotuning import Autotuning, kind_name
 from jdisagg.executor.programs import Programs
 from jdisagg.instance.followers import Followers
 from jdisagg.instance.processes import ProcessGroup
@@ -125,6 +126,7 @@ class WorkerRuntime:
         self._link = GrpcKvLink(end, credentials)
         self._peers = PeerPorts(credentials, state.clock, state.config.limits.timeouts.call)
         self._followers: Followers | None = None
+        self._tuning = ""
 
     async def live(self, load: LoadModel) -> int:
         """Returns the exit status, which is 0 after a signal or a requested role change. Raises an
@@ -315,7 +317,7 @@ class WorkerRuntime:
             block_secret(self._service),
             f"{state.fingerprint} {instance.loaded.model.kv_spec}",
         )
-        host = instance.host.knowing(names=names, times=lambda: instance.times)
+        host = instance.host.knowing(names=names, times=lambda: instance.times, tuning=self._tuning)
         peers = wrap.peers(state.process.name, self._peers.find, state.observer)
         worker = host.worker(executor, peers)
         worker.constrain(state.source.grammars)
@@ -335,15 +337,37 @@ class WorkerRuntime:
             cleanup.callback(metrics.unwatch, "kv_link")
 
     async def _warm_up(self, instance: Replica) -> None:
-        if not self._state.config.warm_up:
+        config = self._state.config
+        if not config.warm_up and not config.autotune_results:
             return
-        began = self._state.clock.now()
-        print(f"worker {self._state.process.name} compiles its programs", flush=True)
+        tuning = self._autotuning(instance)
+        await tuning.begin(self._state.clock)
+        instance.executor.programs.add_options(tuning.options)
+        if config.warm_up:
+            await self._compile(instance)
+        tuning.finish()
+        self._tuning = tuning.identity
+
+    async def _compile(self, instance: Replica) -> None:
+        began, name = self._state.clock.now(), self._state.process.name
+        print(f"worker {name} compiles its programs", flush=True)
         with progress_bar("compiling") as progress:
             await warm_up([instance], progress)
         seconds, count = self._state.clock.now() - began, instance.executor.programs.compilations
-        name = self._state.process.name
         print(f"worker {name} is warm after {seconds:.1f} s ({count} programs)", flush=True)
+
+    def _autotuning(self, instance: Replica) -> Autotuning:
+        """The pages of a worker may depend on its free memory, and are not a part of its kind."""
+        state, config, source = self._state, self._state.config, self._state.source
+        model = config.model.dtype, config.model.weights, config.model.kv_dtype, source.geometry
+        device = state.devices[0]
+        return Autotuning(
+            kind_name(device.device_kind, *model, state.process.role, config.mode, config.instance),
+            instance.executor.programs.platform,
+            config.compilation_cache,
+            config.autotune_results,
+            waits=state.group.processes == 1,
+        )
 
     async def _unless(
         self, end: Coroutine[None, None, object], work: Coroutine[None, None, None]

@@ -10,9 +10,17 @@ LATENT_ATTENTION = "latent_attention"
 CUDNN_ATTENTION = "cudnn_attention"
 WGMMA_EXPERTS = "wgmma_experts"
 BLOCK_EXPERTS = "block_experts"
+FILTERED_DRAW = "filtered_draw"
 TPU_PREFILL = "tpu_prefill"
 KERNELS_OF = {
-    "gpu": (PAGED_ATTENTION, LATENT_ATTENTION, CUDNN_ATTENTION, WGMMA_EXPERTS, BLOCK_EXPERTS),
+    "gpu": (
+        PAGED_ATTENTION,
+        LATENT_ATTENTION,
+        CUDNN_ATTENTION,
+        WGMMA_EXPERTS,
+        BLOCK_EXPERTS,
+        FILTERED_DRAW,
+    ),
     "tpu": (TPU_PREFILL,),
 }
 KERNELS = (*KERNELS_OF["gpu"], *KERNELS_OF["tpu"])

@@ -9,7 +9,8 @@ noise, and this form saves a logarithm). Filters apply in the order temperature,
 the renormalised probabilities that top-k leaves), min-p. They keep these sets:
 - top-k: the `top_k` tokens of the largest logits, and all that tie with the last of them;
 - top-p: tokens for which the probability of all strictly larger logits is below top_p (ties are
-  kept or dropped together);
+  kept or dropped together). Probabilities are summed as integers, 2^29 to 2^30 for all tokens,
+  so that no order of summation changes a token;
 - min-p: tokens with at least `min_p` times the probability of the most likely one.
 
 The most likely token is in all of them. Nothing is sorted: top-p uses rejection under fixed noise.
@@ -20,7 +21,6 @@ are removed and the race is repeated over the rest.
 Argmax ties go to the smallest id. A row without a finite largest logit (a NaN or +inf anywhere, or
 -inf everywhere) gives INVALID_TOKEN and affects no other row."""
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
@@ -29,12 +29,12 @@ import numpy as np
 from jax import lax
 
 from jdisagg.layout.platforms import traits_of
-from jdisagg.ops import randomness, selection
+from jdisagg.ops import filtered_draw_pallas, randomness, selection
+from jdisagg.ops.filtered_draw_pallas import needed_shares, shares, unit_of
 
 INVALID_TOKEN = -1
 SMALL_TOP_K = 64
 _LEAST_TEMPERATURE = np.float32(1e-6)
-_LEAST_TOP_P = np.float32(1e-30)
 _RERUN_ROWS = 4
 
 
@@ -60,84 +60,55 @@ def greedy(logits_BV: jax.Array, *, platform: str = "cpu") -> jax.Array:
     return jnp.where(jnp.isfinite(_at(logits_BV, token_B)), token_B, INVALID_TOKEN)
 
 
-def sample(logits_BV: jax.Array, rows: SamplingRows, *, platform: str = "cpu") -> jax.Array:
+def sample(
+    logits_BV: jax.Array, rows: SamplingRows, *, platform: str = "cpu", interpret: bool = False
+) -> jax.Array:
     """Returns each row's token, int32 [B]: the most likely one if the temperature is 0, and
     otherwise sampled under the row's filters. Deterministic for given coordinates. Works under jit
     and in `shard_map`.
 
-    On a GPU, top-k and top-p find their thresholds by a fixed number of passes
-    (`selection.last_value`) instead of loops with early exit."""
+    On a GPU, a kernel applies top-k and top-p (`filtered_draw_pallas`), and runs only if a row has
+    one of them. `interpret` runs it on a CPU, for tests."""
     largest_B = jnp.max(_nan_to_inf(logits_BV), axis=-1)
     valid_B = jnp.isfinite(largest_B)
     greedy_B = rows.temperature == 0
     drawn_B = valid_B & ~greedy_B
+    top_k_B, top_p_B = jnp.where(drawn_B, rows.top_k, 0), jnp.where(drawn_B, rows.top_p, 1)
 
     scale_B = jnp.where(greedy_B, 1, 1 / jnp.maximum(rows.temperature, _LEAST_TEMPERATURE))
-    weight_BV = jnp.exp((logits_BV - largest_B[:, None]) * scale_B[:, None])
     keys = randomness.row_keys(rows.seed, rows.child, rows.position)
-    bits_BV = randomness.random_bits(keys, logits_BV.shape[1])
     traits = traits_of(platform)
-    top_k_B = jnp.where(drawn_B, rows.top_k, 0)
-    threshold_B = (
-        _top_k_by_passes(logits_BV, top_k_B)
-        if traits.without_loops
-        else _top_k_threshold(logits_BV, top_k_B)
-    )
-    weight_BV = jnp.where(logits_BV >= threshold_B[:, None], weight_BV, 0)
-    drawn_score_BV = jnp.where(
-        weight_BV >= rows.min_p[:, None], weight_BV / randomness.exponential(bits_BV), -1
-    )
-    # A greedy row takes part in the same race with its logits as the score, so that one argmax
-    # serves all rows.
-    score_BV = jnp.where(greedy_B[:, None], logits_BV, drawn_score_BV)
-    top_p_B = jnp.where(drawn_B, rows.top_p, 1)
-    if traits.without_loops:
-        bound_B = _nucleus_by_passes(logits_BV, weight_BV, top_p_B)
-        inside_BV = (logits_BV > bound_B[:, None]) | (top_p_B == 1)[:, None]
-        score_BV = jnp.where(inside_BV, score_BV, -1)
-        token_B = selection.argmax(score_BV, in_blocks=traits.argmax_in_blocks)
+
+    def weights() -> jax.Array:
+        return jnp.exp((logits_BV - largest_B[:, None]) * scale_B[:, None])
+
+    def scores(weight_BV: jax.Array) -> jax.Array:
+        """A greedy row takes part in the same race with its logits as the score, so that one argmax
+        serves all rows."""
+        noise_BV = randomness.exponential(randomness.random_bits(keys, logits_BV.shape[1]))
+        drawn_BV = jnp.where(weight_BV >= rows.min_p[:, None], weight_BV / noise_BV, -1)
+        return jnp.where(greedy_B[:, None], logits_BV, drawn_BV)
+
+    def winner(weight_BV: jax.Array) -> jax.Array:
+        return selection.argmax(scores(weight_BV), in_blocks=traits.argmax_in_blocks)
+
+    def filtered() -> jax.Array:
+        weight_BV = weights()
+        arrays = logits_BV, weight_BV, scores(weight_BV), top_k_B, top_p_B
+        return filtered_draw_pallas.filtered_draw(*arrays, interpret=interpret)
+
+    if traits.kernels == "gpu" and filtered_draw_pallas.applies():
+        # Weights are computed in each branch, where they need no memory unless rows have filters.
+        token_B = lax.cond(
+            jnp.any((top_k_B > 0) | (top_p_B < 1)), filtered, lambda: winner(weights())
+        )
     else:
+        threshold_B = _top_k_threshold(logits_BV, top_k_B)
+        weight_BV = jnp.where(logits_BV >= threshold_B[:, None], weights(), 0)
+        score_BV = scores(weight_BV)
         first_B = selection.argmax(score_BV, in_blocks=traits.argmax_in_blocks)
         token_B = _in_nucleus(first_B, score_BV, logits_BV, weight_BV, top_p_B)
     return jnp.where(valid_B, token_B, INVALID_TOKEN)
-
-
-def _top_k_by_passes(logits_BV: jax.Array, top_k_B: jax.Array) -> jax.Array:
-    """Computes the same threshold as `_top_k_threshold` by a fixed number of passes, without a
-    loop."""
-
-    def kth() -> jax.Array:
-        def reached(values: Sequence[jax.Array]) -> list[jax.Array]:
-            at_least = [(logits_BV >= value_B[:, None]).astype(jnp.int32) for value_B in values]
-            return [count_B >= top_k_B for count_B in selection.row_sums(at_least)]
-
-        value_B = selection.last_value(reached, len(top_k_B))
-        # XLA computes both branches of a `cond` that only reduce and map elements, and selects one
-        # result. The barrier keeps the condition.
-        return lax.optimization_barrier(jnp.where(top_k_B > 0, value_B, -jnp.inf))
-
-    off = lambda: jnp.full(top_k_B.shape, -jnp.inf, logits_BV.dtype)  # noqa: E731
-    return lax.cond(jnp.any(top_k_B > 0), kth, off)
-
-
-def _nucleus_by_passes(logits_BV: jax.Array, weight_BV: jax.Array, top_p_B: jax.Array) -> jax.Array:
-    """Returns a threshold, float32 [B], for top-p. The row's nucleus consists of all logits above
-    the threshold, which is the largest value above which at least top_p of the weight lies."""
-
-    def bound() -> jax.Array:
-        p_B1 = jnp.maximum(top_p_B, _LEAST_TOP_P)[:, None]
-
-        def beyond(values: Sequence[jax.Array]) -> list[jax.Array]:
-            shares = [
-                jnp.where(logits_BV > value_B[:, None], 1 - p_B1, -p_B1) * weight_BV
-                for value_B in values
-            ]
-            return [share_B >= 0 for share_B in selection.row_sums(shares)]
-
-        return lax.optimization_barrier(selection.last_value(beyond, len(top_p_B)))
-
-    off = lambda: jnp.full(top_p_B.shape, -jnp.inf, logits_BV.dtype)  # noqa: E731
-    return lax.cond(jnp.any(top_p_B < 1), bound, off)
 
 
 def _top_k_threshold(logits_BV: jax.Array, top_k_B: jax.Array) -> jax.Array:
@@ -169,18 +140,21 @@ def _in_nucleus(
     time."""
 
     def race() -> jax.Array:
+        unit_B1 = unit_of(jnp.sum(weight_BV, axis=-1))[:, None]
+        share_BV = shares(weight_BV, unit_B1)
+        needed_B = needed_shares(top_p_B, jnp.sum(share_BV, axis=-1))
         bound_B = _at(logits_BV, first_B)
-        waiting_B = (top_p_B < 1) & _outside(logits_BV, weight_BV, bound_B, top_p_B)
+        waiting_B = (top_p_B < 1) & _outside(logits_BV, share_BV, bound_B, needed_B)
 
         def rerun(state: _Race) -> _Race:
             _, rows_R = lax.top_k(
                 state.waiting_B.astype(jnp.int32), min(_RERUN_ROWS, top_p_B.shape[0])
             )
-            logits_RV, weight_RV, score_RV = logits_BV[rows_R], weight_BV[rows_R], score_BV[rows_R]
+            logits_RV, share_RV, score_RV = logits_BV[rows_R], share_BV[rows_R], score_BV[rows_R]
             waiting_R, bound_R = state.waiting_B[rows_R], state.bound_B[rows_R]
             token_R = selection.argmax(jnp.where(logits_RV > bound_R[:, None], score_RV, -1))
             bound_R = _at(logits_RV, token_R)
-            outside_R = _outside(logits_RV, weight_RV, bound_R, top_p_B[rows_R])
+            outside_R = _outside(logits_RV, share_RV, bound_R, needed_B[rows_R])
             return _Race(
                 state.token_B.at[rows_R].set(jnp.where(waiting_R, token_R, state.token_B[rows_R])),
                 state.bound_B.at[rows_R].set(bound_R),
@@ -201,15 +175,9 @@ class _Race(NamedTuple):
 
 
 def _outside(
-    logits_BV: jax.Array, weight_BV: jax.Array, bound_B: jax.Array, top_p_B: jax.Array
+    logits_BV: jax.Array, share_BV: jax.Array, bound_B: jax.Array, needed_B: jax.Array
 ) -> jax.Array:
-    """The condition larger >= p * total is computed as (1 - p) * larger - p * rest >= 0, which
-    needs one sum only. p * rest must not underflow, so that the most likely token is always
-    inside."""
-    p_B1 = jnp.maximum(top_p_B, _LEAST_TOP_P)[:, None]
-    return (
-        jnp.sum(jnp.where(logits_BV > bound_B[:, None], 1 - p_B1, -p_B1) * weight_BV, axis=-1) >= 0
-    )
+    return jnp.sum(jnp.where(logits_BV > bound_B[:, None], share_BV, 0), axis=-1) >= needed_B
 
 
 def _nan_to_inf(x_BV: jax.Array) -> jax.Array:

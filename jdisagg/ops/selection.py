@@ -73,14 +73,13 @@ def separating_value(x_BV: jax.Array, count_B: jax.Array, wanted_B: jax.Array) -
     Exact bisection over the ordered float32 numbers, in at most 32 passes, which stops once the
     count is met. Rows where `wanted` is False give -inf. `count` must be at least 1, and wanted
     rows must not contain NaN."""
-    low_B = jnp.where(wanted_B, _order_key(np.float32(-np.inf)), 0)
-    high_B = jnp.where(wanted_B, _order_key(jnp.max(x_BV, axis=-1)), 0)
+    low_B = jnp.where(wanted_B, order_key(np.float32(-np.inf)), 0)
+    high_B = jnp.where(wanted_B, order_key(jnp.max(x_BV, axis=-1)), 0)
 
     def halve(bounds: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         low_B, high_B = bounds
-        # The mean of both bounds, rounded up, computed without overflow.
-        middle_B = (low_B | high_B) - ((low_B ^ high_B) >> 1)
-        reached_B = jnp.sum((x_BV >= _from_order_key(middle_B)[:, None]).astype(jnp.int32), axis=-1)
+        middle_B = mean_key(low_B, high_B)
+        reached_B = jnp.sum((x_BV >= from_order_key(middle_B)[:, None]).astype(jnp.int32), axis=-1)
         open_B = low_B < high_B
         enough_B = open_B & (reached_B >= count_B)
         high_B = jnp.where(open_B & (reached_B < count_B), middle_B - 1, high_B)
@@ -89,7 +88,7 @@ def separating_value(x_BV: jax.Array, count_B: jax.Array, wanted_B: jax.Array) -
         )
 
     low_B, _ = lax.while_loop(lambda bounds: jnp.any(bounds[0] < bounds[1]), halve, (low_B, high_B))
-    return jnp.where(wanted_B, _from_order_key(low_B), -jnp.inf)
+    return jnp.where(wanted_B, from_order_key(low_B), -jnp.inf)
 
 
 def last_value(holds: Callable[[Sequence[jax.Array]], Sequence[jax.Array]], rows: int) -> jax.Array:
@@ -104,17 +103,10 @@ def last_value(holds: Callable[[Sequence[jax.Array]], Sequence[jax.Array]], rows
     return _number(key_B)
 
 
-def row_sums(arrays: Sequence[jax.Array]) -> list[jax.Array]:
-    """Returns the sum over V of each array [B, V], in one pass: [B] each."""
-    zeros = [jnp.zeros((), x_BV.dtype) for x_BV in arrays]
-    add = lambda one, other: [a + b for a, b in zip(one, other, strict=True)]  # noqa: E731
-    return list(lax.reduce(list(arrays), zeros, add, (1,)))
-
-
 def _number(key_B: jax.Array) -> jax.Array:
     """Keys below the key of -inf, which would be NaN, give -inf."""
-    x_B = _from_order_key(lax.bitcast_convert_type(key_B ^ np.uint32(1 << 31), jnp.int32))
-    low = lax.bitcast_convert_type(_order_key(np.float32(-np.inf)), jnp.uint32) ^ np.uint32(1 << 31)
+    x_B = from_order_key(lax.bitcast_convert_type(key_B ^ np.uint32(1 << 31), jnp.int32))
+    low = lax.bitcast_convert_type(order_key(np.float32(-np.inf)), jnp.uint32) ^ np.uint32(1 << 31)
     # A CPU treats denormal numbers as zero in comparisons.
     x_B = jnp.where(jnp.abs(x_B) < np.finfo(np.float32).tiny, 0, x_B)
     return jnp.where(key_B < low, -jnp.inf, x_B)
@@ -124,12 +116,19 @@ def _first_largest(x_BN: jax.Array) -> jax.Array:
     return jnp.argmax(x_BN, axis=-1).astype(jnp.int32)
 
 
-def _order_key(x: jax.Array | np.float32) -> jax.Array:
-    """The bits of a negative number are inverted, because as integers negative numbers have the
+def mean_key(low: jax.Array, high: jax.Array) -> jax.Array:
+    """Returns the mean of two keys, rounded up, computed without overflow."""
+    return (low | high) - ((low ^ high) >> 1)
+
+
+def order_key(x: jax.Array | np.float32) -> jax.Array:
+    """Returns int32 keys with the order of the numbers.
+
+    The bits of a negative number are inverted, because as integers negative numbers have the
     reverse order."""
     bits = lax.bitcast_convert_type(x, jnp.int32)
     return bits ^ ((bits >> 31) & np.int32(0x7FFFFFFF))
 
 
-def _from_order_key(key: jax.Array) -> jax.Array:
+def from_order_key(key: jax.Array) -> jax.Array:
     return lax.bitcast_convert_type(key ^ ((key >> 31) & np.int32(0x7FFFFFFF)), jnp.float32)

@@ -89,6 +89,7 @@ class WorkerContext:
             not measured.
         kernels: Text "NAME: reason" for each kernel that failed its check at the start.
         weights: The weights that the worker serves.
+        tuning: See `PeerHello`.
     """
 
     name: str
@@ -102,6 +103,7 @@ class WorkerContext:
     times: Callable[[], StepTimes | None] = lambda: None
     kernels: tuple[str, ...] = ()
     weights: ServedWeights = field(default_factory=ServedWeights)
+    tuning: str = ""
 
 
 class MeshWorker(ABC):
@@ -157,6 +159,8 @@ class MeshWorker(ABC):
             self.boot_id,
             checksum_key=context.ids() if limits.verify else 0,
             weights=context.weights.identity,
+            tuning=context.tuning,
+            tuned_apart=limits.tuned_apart,
         )
         self._outgoing = OutgoingKv(
             self._hello,

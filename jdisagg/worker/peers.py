@@ -8,6 +8,7 @@ used for a long time.
 Page size and layout may differ between two workers. Protocol, model, weights, KV spec with dtype,
 block sizes and data-plane transports must be equal."""
 
+import logging
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from itertools import groupby
@@ -26,6 +27,8 @@ from jdisagg.settings.timeouts import HandoffTimeouts
 from jdisagg.worker.background import SideCalls
 from jdisagg.worker.link_share import LinkShare
 from jdisagg.worker.step_loop import StepLoop
+
+log = logging.getLogger(__name__)
 
 _COMPARED = (
     "model_fingerprint",
@@ -208,6 +211,8 @@ def hello_of(
     boot_id: int,
     checksum_key: int,
     weights: str = "",
+    tuning: str = "",
+    tuned_apart: bool = False,
 ) -> PeerHello:
     layers = ", ".join(
         f"{len(list(same))} x {_words(layer)}" for layer, same in groupby(limits.kv_spec.layers)
@@ -226,12 +231,15 @@ def hello_of(
         windows_apart=limits.windows_apart,
         oldest_protocol=OLDEST,
         weights=weights,
+        tuning=tuning,
+        tuned_apart=tuned_apart,
     )
 
 
 def check_hello(ours: PeerHello, theirs: PeerHello) -> None:
     """Raises IncompatiblePeerError if two workers are not compatible: a field that must be equal
-    differs, or the protocol versions are not compatible. The message has both values."""
+    differs, or the protocol versions are not compatible. The message has both values. Logs a
+    warning if two workers of one kind have different autotune results."""
     ranges = [(one.protocol, one.oldest_protocol or one.protocol) for one in (ours, theirs)]
     if not compatible(*ranges):
         raise IncompatiblePeerError(
@@ -248,6 +256,25 @@ def check_hello(ours: PeerHello, theirs: PeerHello) -> None:
                 f"{name} is {mine!r} on {ours.worker!r} and {other!r} on {theirs.worker!r}: these"
                 " workers cannot hand over KV; serve the same model with the same settings on both"
             )
+    _check_tuning(ours, theirs)
+
+
+def _check_tuning(ours: PeerHello, theirs: PeerHello) -> None:
+    """A bfloat16 stream may change at a near tie anyway, a float32 stream never."""
+    (kind, _, mine), (other_kind, _, other) = (one.tuning.rpartition(":") for one in (ours, theirs))
+    if mine == other or not mine or not other or kind != other_kind:
+        return
+    differ = (
+        f"autotune results are {mine} on {ours.worker!r} and {other} on {theirs.worker!r}, so that"
+        " sums may differ in the last bits"
+    )
+    remedy = "give all workers of the kind one file by --autotune_results"
+    if ours.kv_dtype == "float32" and not (ours.tuned_apart and theirs.tuned_apart):
+        raise IncompatiblePeerError(
+            f"{differ}: no float32 sequence moves between these workers; {remedy}, or set"
+            " limits.tuned_apart on both"
+        )
+    log.warning("%s and a sequence that moves may change; %s", differ, remedy)
 
 
 def peer_name(hello: PeerHello) -> str:

@@ -60,6 +60,24 @@ async def test_a_draining_decode_worker_hands_its_sequences_on(
             )
 
 
+@pytest.mark.parametrize("allowed", [False, True])
+async def test_float32_sequences_do_not_move_to_a_worker_of_other_autotune_results(
+    allowed: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with Fleet(
+        tuning=lambda name: f"{name[:-1]}:{name[-1]}",
+        limits=LimitsConfig(tuned_apart=allowed),
+        decode=toy_limits(pages_per_rank=200),
+    ) as fleet:
+        streams = asyncio.create_task(fleet.collect_all(long_requests(4)))
+        await asyncio.sleep(0.2)
+        await fleet.decode_worker("decode0").drain(30.0)
+        await streams  # each is compared with its oracle
+        moved, failed = fleet.counted("sequences_moved"), fleet.counted("moves_failed")
+        assert (moved > 0, failed > 0) == (allowed, not allowed)
+    assert ("autotune results are 0 on" in caplog.text) == allowed
+
+
 async def test_a_moving_sequence_decodes_on_until_little_is_left_to_move() -> None:
     async with Fleet(costs=Costs(pull=0.03)) as fleet:
         request = toy_request(1, prompt_tokens=70, max_tokens=50)

@@ -130,6 +130,7 @@ def test_probes_compare_the_kernels_with_their_xla_forms() -> None:
     assert kernel_check.latent_attention(interpret=True) < kernel_check.BOUND
     assert kernel_check.expert_products(interpret=True) < kernel_check.BOUND
     assert kernel_check.prefill_attention(platform="cpu") == 0.0
+    assert kernel_check.filtered_draw(interpret=True) == 0.0
     assert set(kernel_check.PROBES) == set(KERNELS)
 
 
@@ -145,7 +146,12 @@ def test_the_kernels_of_the_accelerator_are_checked(monkeypatch: pytest.MonkeyPa
 def test_a_kernel_that_is_switched_off_is_not_chosen() -> None:
     import jax.numpy as jnp
 
-    from jdisagg.ops import grouped_products_gpu, latent_attention_pallas, paged_attention_pallas
+    from jdisagg.ops import (
+        filtered_draw_pallas,
+        grouped_products_gpu,
+        latent_attention_pallas,
+        paged_attention_pallas,
+    )
     from jdisagg.ops import prefill_attention_cudnn as cudnn
     from jdisagg.ops import prefill_attention_tpu as tpu
     from jdisagg.ops.quantized_weights import KernelForm
@@ -162,6 +168,7 @@ def test_a_kernel_that_is_switched_off_is_not_chosen() -> None:
             tpu.applies(q_BNH, q_BNH, None, platform="tpu", device_kind="TPU v6e", latent=False),
             grouped_products_gpu.wgmma_applies(q_BNH[0], 256, "H100"),
             int4.packed(experts=True),
+            filtered_draw_pallas.applies(),
         ]
 
     assert all(chosen())

@@ -171,6 +171,7 @@ class Fleet:
         faults: Faults of the mesh of the worker of this name.
         wire: Whether every port call passes the wire format and back.
         fingerprint: Model fingerprint of the worker of this name.
+        tuning: Autotune results of the worker of this name.
         names: Names of cached blocks, or None without a prefix cache.
         affinity: What the router knows of prefix caches.
         tiers: Host and disk room of prefill workers.
@@ -200,6 +201,7 @@ class Fleet:
         seed: int = 0,
         wire: bool = False,
         fingerprint: Callable[[str], str] = lambda name: "",
+        tuning: Callable[[str], str] = lambda name: "",
         routing: RoutingConfig | None = None,
         events: RouterEvents = NO_ROUTER_EVENTS,
         names: BlockNames | None = None,
@@ -245,6 +247,7 @@ class Fleet:
             self._limits["d"] = replace(self._limits["d"], mixed_buckets=sizes)
         self._tiers = {"p": tiers or TierRoom(), "d": decode_tiers or TierRoom()}
         self._faults, self._costs, self._fingerprint = faults, costs, fingerprint
+        self._tuning = tuning
         self._random = random.Random(seed)
         self._hints, self._wrap_mesh = hints, wrap_mesh
         self._addressed = addressed
@@ -324,6 +327,7 @@ class Fleet:
             address=self._address(name),
             names=self._block_names,
             tiers=self._tiers[kind],
+            tuning=self._tuning(name),
         )
         decodes = WorkerRole.DECODE if self.mode is Mode.DISAGGREGATED else WorkerRole.MIXED
         role = WorkerRole.PREFILL if kind == "p" else decodes

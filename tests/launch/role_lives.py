@@ -77,6 +77,7 @@ async def worker(
     role: WorkerRole = PREFILL,
     layout: str = "tp=2",
     warm_up: bool = False,
+    autotune_results: str = "",
 ) -> AsyncIterator[Running]:
     port = free_ports("127.0.0.1", 1)[0]
     config = WorkerConfig(
@@ -92,6 +93,7 @@ async def worker(
         service=ServiceConfig(port=port, drain_seconds=5),
         warm_up=warm_up,
         compilation_cache="",
+        autotune_results=autotune_results,
     )
     loads: list[str] = []
 

@@ -32,8 +32,7 @@ SEPARATING = jax.jit(selection.separating_value)
 @jax.jit
 def kth_largest(x_BV: jax.Array, count: jax.Array) -> jax.Array:
     def reached(values: Sequence[jax.Array]) -> list[jax.Array]:
-        at_least = [(x_BV >= value_B[:, None]).astype(jnp.int32) for value_B in values]
-        return [count_B >= count for count_B in selection.row_sums(at_least)]
+        return [jnp.sum(x_BV >= value_B[:, None], axis=1) >= count for value_B in values]
 
     return selection.last_value(reached, 4)
 

@@ -1,17 +1,21 @@
 """Whom a worker receives from: greeted once for each start of a peer, never taken for the one that
 was there before."""
 
+from dataclasses import replace
+
 import msgspec
 import pytest
 
 from jdisagg.errors import IncompatiblePeerError
+from jdisagg.layout.kv_spec import KVSpec
 from jdisagg.messages.ports import HandoffSource, PeerHello
 from jdisagg.messages.step_commands import ConnectPeer, DisconnectPeer, StepCommand
 from jdisagg.messages.worker_status import LinkTimes
+from jdisagg.scheduler.executor import MeshLimits
 from jdisagg.settings.timeouts import HandoffTimeouts
 from jdisagg.telemetry import Counters
 from jdisagg.worker.background import SideCalls
-from jdisagg.worker.peers import ASSUMED_BYTE_SECONDS, LinkMeter, Peers, hello_of
+from jdisagg.worker.peers import ASSUMED_BYTE_SECONDS, LinkMeter, Peers, check_hello, hello_of
 from jdisagg.worker.step_loop import StepLoop
 from tests.fakes.fake_executor import FakeChannel, FakeExecutor, toy_limits
 
@@ -101,6 +105,46 @@ async def test_workers_of_other_weights_refuse_a_hand_off_and_are_greeted_again_
     await greet("new")
     assert sender.hellos == 3
     assert connections(mesh.log) == ["ConnectPeer p#a"], "the connection stays"
+
+
+BF16 = replace(
+    toy_limits(), kv_spec=KVSpec.attention(layers=2, kv_heads=1, head_dim=1, dtype="bfloat16")
+)
+
+
+@pytest.mark.parametrize(
+    ("limits", "tuning", "allowed", "outcome"),
+    [
+        (toy_limits(), ("decode:aa", "decode:bb"), (False, False), "refused"),
+        (toy_limits(), ("decode:aa", "decode:bb"), (True, False), "refused"),
+        (toy_limits(), ("decode:aa", "decode:bb"), (True, True), "warned"),
+        (BF16, ("decode:aa", "decode:bb"), (False, False), "warned"),
+        (toy_limits(), ("decode:aa", "decode:aa"), (False, False), "met"),
+        (toy_limits(), ("decode:aa", "prefill:bb"), (False, False), "met"),
+        (toy_limits(), ("decode:aa", ""), (False, False), "met"),
+    ],
+)
+def test_workers_of_a_kind_with_other_autotune_results_are_warned_of_and_float32_is_refused(
+    limits: MeshLimits,
+    tuning: tuple[str, str],
+    allowed: tuple[bool, bool],
+    outcome: str,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    card = FakeExecutor(limits, FakeChannel()).card
+    ours, theirs = (
+        hello_of(name, "model", limits, card, 1, 5, tuning=result, tuned_apart=apart)
+        for name, result, apart in zip("de", tuning, allowed, strict=True)
+    )
+    both = "autotune results are aa on 'd' and bb on 'e'"
+    if outcome == "refused":
+        with pytest.raises(IncompatiblePeerError, match=both) as refused:
+            check_hello(ours, theirs)
+        assert "--autotune_results" in refused.value.message
+        assert "limits.tuned_apart" in refused.value.message
+    else:
+        check_hello(ours, theirs)
+    assert (both in caplog.text) == (outcome == "warned")
 
 
 def test_a_link_of_blocks_of_several_sizes_has_a_latency_and_a_time_per_byte() -> None:
