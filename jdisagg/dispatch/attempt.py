@@ -155,8 +155,9 @@ class Attempt:
     async def _hand_off(self, held: ReservationHandle, prefill: str) -> None:
         source = self._name_source(prefill, held)
         decoding = self._begin(self._decode(held, source))
+        reservation = held.reservation
         self._prefilling = self._begin(
-            self._prefill_for(held, source, held.reservation.cached_tokens)
+            self._prefill(source, reservation.weights, reservation.cached_tokens, held)
         )
         try:
             while (failure := await self._failure(decoding)) is not None:
@@ -175,7 +176,7 @@ class Attempt:
         self._source = self._new_source(worker, weights)
         self.received = True
         try:
-            await self._prefill(self._source, "", 0, weights)
+            await self._prefill(self._source, weights)
         except JdisaggError as error:
             self._blame(worker, error)
             raise
@@ -249,34 +250,29 @@ class Attempt:
             raise
         self._deviated("sources_replaced")
         if kept is not None:
-            self._prefilling = self._begin(self._prefill_for(held, source, kept))
-
-    async def _prefill_for(
-        self, held: ReservationHandle, source: HandoffSource, from_token: int
-    ) -> None:
-        reservation = held.reservation
-        await self._prefill(
-            source, held.worker, from_token, reservation.weights, reservation.cached_tokens
-        )
+            self._prefilling = self._begin(
+                self._prefill(source, held.reservation.weights, kept, held)
+            )
 
     async def _prefill(
         self,
         source: HandoffSource,
-        destination: str,
-        from_token: int,
         weights: str,
-        held_tokens: int = 0,
+        from_token: int = 0,
+        held: ReservationHandle | None = None,
     ) -> None:
         peer, peer_tokens = self._peer_of(source.worker)
-        if self.children[0].accepted and held_tokens > peer_tokens:
-            # blocks of a preempted answer, of which the router learns only later
-            peer, peer_tokens = self._new_source(destination, weights), held_tokens
+        if held is not None and self.children[0].accepted:
+            held_tokens = held.reservation.cached_tokens
+            if held_tokens > peer_tokens:
+                # blocks of a preempted answer, of which the router learns only later
+                peer, peer_tokens = self._new_source(held.worker, weights), held_tokens
         call = PrefillCall(
             request=await self._context.with_pixels(self._run.request),
             attempt=self.number,
             children=self.children,
             handoff_id=source.handoff_id,
-            destination=destination,
+            destination=held.worker if held is not None else "",
             from_token=from_token,
             deadline_seconds=self._run.remaining_seconds(),
             age_seconds=self._run.age_seconds(),
@@ -287,7 +283,7 @@ class Attempt:
         self._placement.prefill_sent()
         reply = await self._context.cluster.prefill_port(source.worker).prefill(call)
         self._run.queue_seconds += reply.queue_seconds
-        self._run.note_cached(reply.cached, held.reservation.block_tokens)
+        self._run.note_cached(reply.cached, held.reservation.block_tokens if held else 0)
         self._run.accept_prompt(reply.prompt_logprobs)
         for first in reply.tokens:
             # If a child was preempted in the meantime, another attempt generates its first token.
