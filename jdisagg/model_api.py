@@ -191,7 +191,10 @@ class Runs(NamedTuple):
 
     `stop_R` requests the recurrent state at a second place of a row: after the first `stop_R[r]`
     tokens of row r. The value is a multiple of `grain`, or `count_R[r]`, or 0 to request no state.
-    `stop_R` is None if no row requests a state."""
+    `stop_R` is None if no row requests a state.
+
+    `short`: Row r consists of the `grain` tokens from r * `grain` on, of which the first
+    `count_R[r]` are real."""
 
     row_T: jax.Array
     index_T: jax.Array
@@ -199,6 +202,7 @@ class Runs(NamedTuple):
     count_R: jax.Array
     grain: int
     stop_R: jax.Array | None = None
+    short: bool = False
 
     @property
     def ends(self) -> tuple[jax.Array, ...]:
@@ -208,20 +212,25 @@ class Runs(NamedTuple):
 
 
 State = tuple[jax.Array, ...]
-Advance = Callable[[State, Runs | None], tuple[jax.Array, State]]
+Inputs = tuple[jax.Array, ...]  # arrays [T, ...]
+Advance = Callable[[Inputs, State, Runs | None], tuple[jax.Array, State]]
 
 
 class Recur(Protocol):
     """Runs a recurrent layer over its tokens, from the stored state of each sequence.
 
-    Calls `advance` with the layer's state of each row (sequence) and with `Runs`, which locates the
+    Calls `advance` with `inputs`, the arrays of all tokens from which outputs and states are
+    computed, with the layer's state of each row (sequence), and with `Runs`, which locates the
     rows. The state is the local shard, [R, heads, width] for each component. It is zero for a row
     at the start of a sequence. `Runs` is None if each token is a row. Stores the new state that
     `advance` returns, and returns the output of `advance`. If `Runs` has `stop_R`, the new state
     has 2R rows: first the states at the ends of the rows, then those after `stop_R` tokens.
+
+    In a step with drafts, `advance` is called with the inputs in another order, and twice: the new
+    state is that after the accepted tokens.
     """
 
-    def __call__(self, advance: Advance) -> jax.Array: ...
+    def __call__(self, inputs: Inputs, advance: Advance) -> jax.Array: ...
 
 
 class Layer(Protocol):

@@ -37,7 +37,7 @@ from models.eagle_checkpoint import with_eagle_head
 from models.hf_config import HfConfig
 from models.hf_sources import Source, Whole
 from models.hf_vision import OfVision, vision_source
-from models.hf_weights import NEXT_TOKEN, RENAMED, STEM, find_source
+from models.hf_weights import MTP_NAMES, NEXT_TOKEN, RENAMED, STEM, find_source
 from models.kv_scales import KVScales, find_kv_scales
 from models.parameter_tree import ParameterShape, parameter_shapes, path_name, with_arrays
 from models.quantization_config import stored_quantization
@@ -266,7 +266,11 @@ def open_files(directory: Path, hf: HfConfig) -> CheckpointTensors:
     """The text part of a multimodal model appears under the tensor names of a text model. Quantized
     matrices appear as float matrices under their unquantized names."""
     files = SafetensorsFiles.from_directory(directory).text_part()
-    files = files.renamed(RENAMED.get(str(hf.fields.get("model_type")), ()))
+    family = str(hf.fields.get("model_type"))
+    files = files.renamed(RENAMED.get(family, ()))
+    if family.startswith(("qwen3_next", "qwen3_5")):
+        layer = f"model.layers.{hf.count('num_hidden_layers')}."
+        files = files.renamed([(f"mtp.{name}", layer + usual) for name, usual in MTP_NAMES.items()])
     if _EMBEDDING not in files.shapes():  # saved without the head, as embedding models are
         files = files.renamed([(part, f"model.{part}") for part in _OF_BODY])
     stated = stored_quantization(hf)

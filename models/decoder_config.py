@@ -509,16 +509,16 @@ class DecoderConfig:
 
     @property
     def draft_layer(self) -> LayerConfig:
-        """The configuration of a next-token layer: that of the last layer, with an indexer of its
-        own if the model has indexers."""
-        return replace(self.layers[-1], selects="own")
+        """The configuration of a next-token layer: that of the last layer with attention, with an
+        indexer of its own if the model has indexers."""
+        attending = [one for one in self.layers if not one.recurrent and one.parts == "both"]
+        return replace(attending[-1] if attending else self.layers[-1], selects="own")
 
     @property
     def can_draft(self) -> bool:
         """Whether the checkpoint has a next-token layer that jdisagg supports for drafting. Models
-        with recurrent state or with indexers of blocks are not supported."""
-        unsupported = any(one.index or one.recurrent for one in self.layers)
-        return self.left_aside > 0 and not unsupported
+        with indexers of blocks are not supported."""
+        return self.left_aside > 0 and not any(one.index for one in self.layers)
 
     def _kept_of(self, layer: LayerConfig, kept: str) -> KVLayer:
         if layer.recurrent:

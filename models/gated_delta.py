@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jdisagg.layout.axes import LogicalAxis
-from jdisagg.model_api import Recur, Runs, Shards, State
+from jdisagg.model_api import Inputs, Recur, Runs, Shards, State
 from jdisagg.ops.gated_delta import DeltaInputs, delta_runs, delta_step, unit_length
 from jdisagg.ops.norm import rms_norm
 from jdisagg.ops.parameters import Make, parameter
@@ -78,18 +78,19 @@ class GatedDeltaNet(nnx.Module):
         step_TNG = jax.nn.softplus(step_TC).reshape(*write_TN.shape, -1)
         decay_TNG = -jnp.exp(self.decay_log[...])[None, :, None] * step_TNG
 
-        def advance(state: State, runs: Runs | None) -> tuple[jax.Array, State]:
+        def advance(inputs: Inputs, state: State, runs: Runs | None) -> tuple[jax.Array, State]:
+            mixed_TC, *gates = inputs
             inputs_RSC, kept = self._inputs(state[0]), self._matrices(state[1])
             if runs is None:
                 y_TC, inputs_RSC = convolve_step(mixed_TC, self.kernel[...], inputs_RSC)
-                out_TNH, kept = delta_step(self._heads(y_TC, decay_TNG, write_TN), kept)
+                out_TNH, kept = delta_step(self._heads(y_TC, *gates), kept)
             else:
                 y_TC, inputs_RSC = convolve_runs(mixed_TC, self.kernel[...], inputs_RSC, runs)
-                heads = self._heads(y_TC, decay_TNG, write_TN)
-                out_TNH, kept = delta_runs(heads, kept, runs, shards.platform)
+                out_TNH, kept = delta_runs(self._heads(y_TC, *gates), kept, runs, shards.platform)
             return out_TNH, (self._by_group(inputs_RSC), kept.reshape(*kept.shape[:2], -1))
 
-        out_RNH = rows_of(recur(advance).astype(x_TD.dtype), rows_R)
+        out_TNH = recur((mixed_TC, decay_TNG, write_TN), advance)
+        out_RNH = rows_of(out_TNH.astype(x_TD.dtype), rows_R)
         x_RD = rows_of(x_TD, rows_R)
         if not x_RD.shape[0]:
             return x_RD  # nothing to project, and no collective over nothing

@@ -221,6 +221,14 @@ NEXT_TOKEN = {
     "join.kernel": "eh_proj.weight",
     "norm.weight": "shared_head.norm.weight",
 }
+# Prefixes of its tensor names in families that spell it differently (Qwen3-Next), without "mtp.".
+MTP_NAMES = {
+    "layers.0.": "",
+    "pre_fc_norm_embedding.": "enorm.",
+    "pre_fc_norm_hidden.": "hnorm.",
+    "fc.": "eh_proj.",
+    "norm.": "shared_head.norm.",
+}
 PREFIX = "draft."  # of the tensors of an EAGLE-3 head, among those of the model
 EAGLE = {
     "fuse.kernel": "fc.weight",

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jdisagg.model_api import Recur, Runs, Shards, State
+from jdisagg.model_api import Inputs, Recur, Runs, Shards, State
 from jdisagg.ops.parameters import Make, parameter
 from jdisagg.ops.quantized_weights import KernelForm
 from jdisagg.ops.state_space import StateSpaceInputs, state_space_runs, state_space_step
@@ -43,18 +43,18 @@ class LightningAttention(nnx.Module):
         qkv_TNH = jax.nn.silu(self.qkv(x_TD, shards)).reshape(x_TD.shape[0], -1, 3 * self.dim)
         q_TNH, k_TNH, v_TNH = jnp.split(qkv_TNH.astype(jnp.float32), 3, axis=2)
         step_TN = jnp.ones(q_TNH.shape[:2], jnp.float32)
-        inputs = StateSpaceInputs(v_TNH, k_TNH, q_TNH, step_TN, -self.decay[...][None, :] * step_TN)
+        given = StateSpaceInputs(v_TNH, k_TNH, q_TNH, step_TN, -self.decay[...][None, :] * step_TN)
 
-        def advance(state: State, runs: Runs | None) -> tuple[jax.Array, State]:
-            (kept_RNX,) = state
+        def advance(inputs: Inputs, state: State, runs: Runs | None) -> tuple[jax.Array, State]:
+            given, (kept_RNX,) = StateSpaceInputs(*inputs), state
             kept_RNHH = kept_RNX.reshape(*kept_RNX.shape[:2], self.dim, self.dim)
             if runs is None:
-                out_TNH, kept_RNHH = state_space_step(inputs, kept_RNHH)
+                out_TNH, kept_RNHH = state_space_step(given, kept_RNHH)
             else:
-                out_TNH, kept_RNHH = state_space_runs(inputs, kept_RNHH, runs, shards.platform)
+                out_TNH, kept_RNHH = state_space_runs(given, kept_RNHH, runs, shards.platform)
             return out_TNH, (kept_RNHH.reshape(-1, *kept_RNX.shape[1:]),)
 
-        out_RNH, x_RD = rows_of(recur(advance), rows_R), rows_of(x_TD, rows_R)
+        out_RNH, x_RD = rows_of(recur(given, advance), rows_R), rows_of(x_TD, rows_R)
         if not x_RD.shape[0]:
             return x_RD  # nothing to project, and no collective over nothing
         gate_RC = jax.nn.sigmoid(self.gate(x_RD, shards))

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
-from jdisagg.model_api import Recur, Runs, Shards, State
+from jdisagg.model_api import Inputs, Recur, Runs, Shards, State
 from jdisagg.ops.parameters import Axes, Make, parameter
 from jdisagg.ops.quantized_weights import KernelForm
 from jdisagg.ops.short_convolution import (
@@ -107,9 +107,10 @@ class Mamba2(nnx.Module):
         step_TN = jnp.clip(jax.nn.softplus(step_TN), least, most)
         g_TN = -jnp.exp(self.decay_log[...])[None, :] * step_TN
 
-        def advance(state: State, runs: Runs | None) -> tuple[jax.Array, State]:
+        def advance(inputs: Inputs, state: State, runs: Runs | None) -> tuple[jax.Array, State]:
+            x_TC, bc_TC, step_TN, g_TN = inputs
             kept_x, kept_bc, kept = state
-            y_TC, inputs = self.x_convolution(x_TC, inputs_by_token(kept_x, mamba.taps - 1), runs)
+            y_TC, new_x = self.x_convolution(x_TC, inputs_by_token(kept_x, mamba.taps - 1), runs)
             shared = kept_bc[:, :1] if mamba.copies else kept_bc
             z_TC, shared_inputs = self.bc_convolution(
                 bc_TC, inputs_by_token(shared, mamba.taps - 1), runs
@@ -125,12 +126,13 @@ class Mamba2(nnx.Module):
             out_TNP = out_TNP + self.skip[...][None, :, None] * y_TNP
             new_bc = inputs_by_head(shared_inputs, shared.shape[1])
             return out_TNP, (
-                inputs_by_head(inputs, kept_x.shape[1]),
+                inputs_by_head(new_x, kept_x.shape[1]),
                 jnp.broadcast_to(new_bc, (new_bc.shape[0], *kept_bc.shape[1:])),
                 kept_RNSP.reshape(-1, *kept.shape[1:]),
             )
 
-        out_RNP, x_RD = rows_of(recur(advance), rows_R), rows_of(x_TD, rows_R)
+        out_TNP = recur((x_TC, bc_TC, step_TN, g_TN), advance)
+        out_RNP, x_RD = rows_of(out_TNP, rows_R), rows_of(x_TD, rows_R)
         if not x_RD.shape[0]:
             return x_RD  # nothing to project, and no collective over nothing
         gate_RNP = self.gate(x_RD, shards).reshape(x_RD.shape[0], -1, mamba.head_dim)

@@ -37,9 +37,9 @@ def _read(hf: HfConfig, defaults: FamilyDefaults, ffn_default: int | None = None
         raise hf.error("attention_bias", "must be false", "biases are not supported here")
     if not hf.flag("attn_output_gate", True):
         raise hf.error("attn_output_gate", "must be true", "ungated attention is not supported")
-    # These fields have no effect: states are always float32, and layers for multi-token prediction
-    # are not read.
-    hf.pass_over("mamba_ssm_dtype", "mtp_num_hidden_layers", "mtp_use_dedicated_embeddings")
+    hf.pass_over("mamba_ssm_dtype")  # states are always float32
+    if hf.flag("mtp_use_dedicated_embeddings", False) and not hf.sizes_only:
+        raise hf.error("mtp_use_dedicated_embeddings", "must be false", "use another checkpoint")
     if hf.raw("output_gate_type") not in (None, "silu", "swish") and not hf.sizes_only:
         # Qwen3.8 states the gate of the delta net's norm.
         raise hf.error("output_gate_type", "must be 'silu' or 'swish'", "use another checkpoint")
@@ -66,6 +66,7 @@ def _read(hf: HfConfig, defaults: FamilyDefaults, ffn_default: int | None = None
         layers=tuple(LayerConfig(delta=delta if kind == KINDS[0] else None) for kind in kinds),
         norms_above_one=True,
         mtp_aside=True,
+        left_aside=hf.count("mtp_num_hidden_layers", 1, least=0),
     )
 
 

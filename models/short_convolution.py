@@ -8,7 +8,7 @@ last product and the output projection are also split over the mesh axis "rep"."
 import jax
 from flax import nnx
 
-from jdisagg.model_api import Recur, Runs, Shards, State
+from jdisagg.model_api import Inputs, Recur, Runs, Shards, State
 from jdisagg.ops.parameters import Make, parameter
 from jdisagg.ops.quantized_weights import KernelForm
 from jdisagg.ops.short_convolution import (
@@ -42,12 +42,12 @@ class ShortConvolution(nnx.Module):
     def __call__(
         self, x_TD: jax.Array, recur: Recur, shards: Shards, rows_R: jax.Array | None = None
     ) -> jax.Array:
-        inputs_TC = self.write(x_TD, shards) * self.x(x_TD, shards)
+        given_TC = self.write(x_TD, shards) * self.x(x_TD, shards)
         kernel_CK = self.kernel[...]
         bias_C = None if self.kernel_bias is None else self.kernel_bias[...]
 
-        def advance(state: State, runs: Runs | None) -> tuple[jax.Array, State]:
-            (kept,) = state
+        def advance(inputs: Inputs, state: State, runs: Runs | None) -> tuple[jax.Array, State]:
+            (inputs_TC,), (kept,) = inputs, state
             last_RSC = inputs_by_token(kept, kernel_CK.shape[1] - 1)
             if runs is None:
                 y_TC, last_RSC = convolve_step(inputs_TC, kernel_CK, last_RSC, bias_C)
@@ -56,7 +56,7 @@ class ShortConvolution(nnx.Module):
             y_TNP = y_TC.reshape(y_TC.shape[0], -1, self.head_dim)
             return y_TNP, (inputs_by_head(last_RSC, kept.shape[1]),)
 
-        out_RNP, x_RD = rows_of(recur(advance), rows_R), rows_of(x_TD, rows_R)
+        out_RNP, x_RD = rows_of(recur((given_TC,), advance), rows_R), rows_of(x_TD, rows_R)
         if not x_RD.shape[0]:
             return x_RD  # nothing to project, and no collective over nothing
         gate_RC = self.gate(x_RD, shards)

@@ -445,7 +445,9 @@ class CostModel:
     def _decode_attention(self, sequences: float, context_tokens: float, queries: int = 1) -> Cost:
         cost = self._attended(sequences, context_tokens, queries)
         if self.geometry.linear:
-            cost += self._recurrence(sequences * queries, sequences, chunked=False)
+            # A step with drafts reads each state twice and writes it once.
+            passes = sequences * (1.5 if queries > 1 else 1.0)
+            cost += self._recurrence(sequences * queries, passes, chunked=False)
         return cost
 
     def _attended(self, sequences: float, context_tokens: float, queries: int) -> Cost:

@@ -88,7 +88,7 @@ def mesh_limits(
         windows_apart=windows_apart,
         pack_tokens=min(instance.chunk_tokens, largest) if mode is Mode.UNIFIED else None,
         draft_rows=traits.draft_rows,
-        speculates=instance.speculate != "off" and not spec.has_state,
+        speculates=instance.speculate != "off",
         adapters=instance.adapters,
         adapter_rank=instance.adapter_rank if instance.adapters else 0,
         adapter_experts=bool(instance.adapters) and instance.adapter_experts,

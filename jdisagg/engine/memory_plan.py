@@ -475,8 +475,7 @@ def _activations(
         else 2 * attention.query_heads * max(attention.head_dim, attention.full_head_dim)
     )
     inner = geometry.width * 6 + (3 * ffn + 2 * heads) / tp
-    rows = 0
-    tokens = 0
+    rows = tokens = inputs = 0
     if chunk:
         tokens, rows = chunk, SAMPLES_PER_CHUNK
         if role is WorkerRole.MIXED:  # a chunk and a decode step may run in one program
@@ -485,7 +484,10 @@ def _activations(
         step = instance.slots_per_rank
         step += max(LONGEST_RUN - 1, traits_of(platform).draft_rows * step)
         tokens, rows = max(tokens, step), max(rows, step)
-    return int(tokens * inner * max(dtype_bytes(dtype), 4)) + 3 * 4 * rows * geometry.vocabulary
+        if linear := geometry.linear:  # kept until a step with drafts knows which it accepts
+            inputs = step * linear.layers * (linear.channels + linear.scalars)
+    values = tokens * inner + inputs
+    return int(values * max(dtype_bytes(dtype), 4)) + 3 * 4 * rows * geometry.vocabulary
 
 
 def _images(geometry: CostGeometry, dtype: str) -> tuple[int, int]:

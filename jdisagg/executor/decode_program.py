@@ -19,6 +19,7 @@ import numpy as np
 
 from jdisagg.executor.choose import Chosen, RowsToChoose, choose, logits
 from jdisagg.executor.draft_rows import DraftPlan, DraftRows, Guesses, Slots
+from jdisagg.executor.drafted_states import DraftedStates
 from jdisagg.executor.grammar_rows import GrammarRows
 from jdisagg.executor.next_tokens import NextTokens
 from jdisagg.executor.page_pool import Kept, LayerPages, Pools
@@ -47,6 +48,19 @@ class SlotState(NamedTuple):
     ints: jax.Array  # int32 [ranks, slots, I]
     floats: jax.Array  # float32 [ranks, slots, F]
     counts: jax.Array  # int32 [ranks, slots, V]
+
+
+class _Passed(NamedTuple):
+    """A step after its last layer, inside its program. `states` is set if the recurrent states are
+    not in `kept` yet."""
+
+    step: DraftRows
+    kept: Kept
+    x_TD: jax.Array
+    edge: Any
+    shards: Shards
+    tapped: list[jax.Array]
+    states: DraftedStates | None
 
 
 class EarlierStages(Protocol):
@@ -197,24 +211,35 @@ class DecodePrograms:
         batch, planned = self._batch_array(slots, bucket), None
         if plan is not None:
             planned = self._programs.argument(plan.array)
-        x = self._before(slots, bucket, plan)
-        hot, ints, floats, counts = self._state
         drafter = self._next_tokens if plan else None
         drafts = () if planned is None else (planned, self._drafts) if drafter else (planned,)
+        whole = plan is not None and self._limits.kv_spec.has_state
+        x = () if whole else self._before(slots, bucket, plan)
+        hot, ints, floats, counts = self._state
         with jax.transfer_guard_host_to_device("allow"):
-            kept, logits_TV, *y_TD = (forward or self._forward)(
-                (*self._model(), hot, (), ints, floats, batch, drafts, x), bucket
-            )
-            self._pools.put(self._layers.start, kept)
-            masks: Any = self._no_masks(logits_TV.shape[1])
+            logits_TV: Any = None
+            y_TD: list[Any] = []
+            if not whole:
+                kept, logits_TV, *y_TD = (forward or self._forward)(
+                    (*self._model(), hot, (), ints, floats, batch, drafts, x), bucket
+                )
+                self._pools.put(self._layers.start, kept)
+            width = bucket + self._limits.extra_rows(bucket) * (plan is not None)
+            masks: Any = self._no_masks(width)
             if masked:
-                made = self._grammars.masks(slots, logits_TV.shape[1], plan)
-                masks = self._programs.argument(made)
-            state = (hot, counts, ints, floats)
+                masks = self._programs.argument(self._grammars.masks(slots, width, plan))
             model, layer = ((), ()) if drafter is None else self._drafting(drafter)
-            hot, chosen, counts, *drafted = self._choice(
-                (*state, logits_TV, batch, drafts, masks, model, layer, *y_TD)
-            )
+            of_rows = (batch, drafts, masks, model, layer)
+            if whole:
+                state = (hot, counts, ints, floats)
+                kept, hot, chosen, counts, *drafted = self._drafted(
+                    (*self._model(), *state, *of_rows), bucket
+                )
+                self._pools.put(self._layers.start, kept)
+            else:
+                hot, chosen, counts, *drafted = self._choice(
+                    (hot, counts, ints, floats, logits_TV, *of_rows, *y_TD)
+                )
         shown: jax.Array | None = None
         if drafter is not None:
             layer, self._drafts, shown = drafted
@@ -303,8 +328,37 @@ class DecodePrograms:
         return self._programs.get(("forward", bucket, len(drafts) > 0), build)(*arguments)
 
     def _choice(self, arguments: tuple[Any, ...]) -> Any:
-        programs, ending, drafter = self._programs, self._ending(), self._next_tokens
         batch, drafts, _, _, _, *y_TD = arguments[5:]
+
+        def build() -> Any:
+            in_specs, model_specs, out_specs = self._choice_specs(len(drafts), bool(y_TD))
+            in_specs = (*(RANK,) * 5, *in_specs, *model_specs, *(RANK,) * len(y_TD))
+            donate = (0, 1, 9) if y_TD else (0, 1)
+            body = self._choice_body()
+            return self._programs.compile(body, arguments, in_specs, out_specs, donate=donate)
+
+        key = "choose", batch.shape[1], len(drafts) > 0
+        return self._programs.get(key, build)(*arguments)
+
+    def _choice_specs(self, drafts: int, makes_drafts: bool) -> tuple[Any, Any, Any]:
+        """Returns the specs of batch, drafts and masks, of the model that makes drafts and its KV,
+        and of the results."""
+        programs, drafter = self._programs, self._next_tokens
+        in_specs: Any = (RANK, (RANK,) * drafts, RANK)
+        out_specs = (RANK, Chosen.specs(programs), RANK)
+        if drafter is None or not makes_drafts:
+            return in_specs, ((), ()), out_specs
+        kept_specs = self._pools.specs(drafter.layers)
+        assert self._weights.next_token is not None
+        model_specs = self._weights.stem.specs, self._weights.next_token.specs
+        return (
+            in_specs,
+            (model_specs, kept_specs),
+            (*out_specs, kept_specs, RANK, programs.readable_spec),
+        )
+
+    def _choice_body(self) -> Any:
+        programs, ending, drafter = self._programs, self._ending(), self._next_tokens
 
         def body(hot: Any, counts: Any, ints: Any, floats: Any, logits_TV: Any, *rest: Any) -> Any:
             batch, drafts, masks, model, layer, *y_TD = rest
@@ -319,31 +373,51 @@ class DecodePrograms:
             shown = programs.readable(jnp.take(drafts_SG, batch[0], axis=0, mode="clip")[None])
             return *result, layer, drafts_SG[None], shown
 
+        return body
+
+    def _drafted(self, arguments: tuple[Any, ...], bucket: int) -> Any:
+        """The step with drafts of a model with recurrent state, as one program: it writes the
+        states when it knows which drafts are accepted."""
+        drafts, makes_drafts = arguments[8], bool(arguments[10])
+
         def build() -> Any:
-            in_specs = (*(RANK,) * 6, (RANK,) * len(drafts), RANK)
-            out_specs = (RANK, Chosen.specs(programs), RANK)
-            if drafter is None or not y_TD:
-                return programs.compile(
-                    body, arguments, (*in_specs, (), ()), out_specs, donate=(0, 1)
-                )
-            kept_specs = self._pools.specs(drafter.layers)
-            assert self._weights.next_token is not None
-            model_specs = self._weights.stem.specs, self._weights.next_token.specs
-            return programs.compile(
-                body,
+            in_specs, model_specs, out_specs = self._choice_specs(len(drafts), makes_drafts)
+            return self._programs.compile(
+                self._drafted_body(makes_drafts),
                 arguments,
-                (*in_specs, model_specs, kept_specs, RANK),
-                (*out_specs, kept_specs, RANK, programs.readable_spec),
-                donate=(0, 1, 9),
+                (*self.model_specs(), *(RANK,) * 4, *in_specs, *model_specs),
+                (self._pools.specs(self._layers), *out_specs),
+                donate=(2, 3, 4, 11) if makes_drafts else (2, 3, 4),
             )
 
-        key = "choose", batch.shape[1], len(drafts) > 0
-        return programs.get(key, build)(*arguments)
+        return self._programs.get(("drafted", bucket), build)(*arguments)
+
+    def _drafted_body(self, makes_drafts: bool) -> Any:
+        forward, choose_of = self._forward_body(), self._choice_body()
+
+        def body(
+            stem: Any, layers: Any, kept: Kept, hot: Any, counts: Any, *rest: Any
+        ) -> tuple[Any, ...]:
+            ints, floats, batch, drafts, masks, *model = rest
+            passed = forward(stem, layers, kept, hot, ints, floats, batch, drafts, ())
+            logits_TV, *y_TD = self._logits_of(passed, makes_drafts)
+            of_rows = (batch, drafts, masks, *model, *y_TD)
+            new_hot, *results = choose_of(hot, counts, ints, floats, logits_TV, *of_rows)
+            assert passed.states is not None
+            taken_S = new_hot[0, :, 1] - hot[0, :, 1]
+            taken_B = jnp.take(taken_S, batch[0], axis=0, mode="fill", fill_value=0)
+            settled = iter(passed.states.settled(taken_B))
+            pages, states, rings = passed.kept
+            states = [next(settled) if state else () for state in kept[1]]
+            return (pages, states, rings), new_hot, *results
+
+        return body
 
     def _rows_of(self, batch: Any, drafts: Any, hot: Any, ints: Any, floats: Any) -> DraftRows:
         planned, ours = (*(part[0] for part in drafts), None, None)[:2]
-        longest, state = self._limits.longest_run, (hot[0], ints[0], floats[0])
-        return DraftRows.of(self._rows, batch[0], planned, longest, *state, ours)
+        limits, state = self._limits, (hot[0], ints[0], floats[0])
+        sizes = limits.longest_run, limits.state_snapshot_tokens
+        return DraftRows.of(self._rows, batch[0], planned, sizes, *state, ours)
 
     def model_specs(self) -> tuple[Any, ...]:
         layers = [self._weights.layers[index].specs for index in self._layers]
@@ -370,16 +444,12 @@ class DecodePrograms:
         return end
 
     def _step_body(self, whole: bool) -> Any:
-        layers = [self._weights.layers[index] for index in self._layers]
-        weights, common, rows = self._weights, self._shards, self._rows
-        ending = self._ending() if whole else None
-        pools, nowhere, drafter = self._pools, self._pools.states.rank_rows, self._next_tokens
-        programs, ring_pages = self._programs, self._limits.ring_pages
-        taps = self._weights.taps if drafter else ()
+        forward, ending = self._forward_body(), self._ending() if whole else None
+        weights, programs, rows = self._weights, self._programs, self._rows
 
         def body(
-            stem_leaves: Any,
-            layer_leaves: Any,
+            stem: Any,
+            layers: Any,
             kept: Kept,
             hot: Any,
             counts: Any,
@@ -389,12 +459,55 @@ class DecodePrograms:
             drafts: Any,
             x: Any,
         ) -> Any:
+            passed = forward(stem, layers, kept, hot, ints, floats, batch, drafts, x)
+            if not weights.ends:
+                return passed.kept, passed.x_TD[None]
+            if ending is None:
+                makes_drafts = self._next_tokens is not None and bool(drafts)
+                return passed.kept, *self._logits_of(passed, makes_drafts)
+            y_TD = passed.edge.normed(reveal(passed.x_TD))
+            logits_TV = logits(passed.edge, y_TD, passed.shards, rows.vocabulary, apart=True)
+            hot, chosen, counts = ending(passed.step, hot, counts, logits_TV)
+            return passed.kept, hot, chosen.on_rank(programs), counts
+
+        return body
+
+    def _logits_of(self, passed: "_Passed", makes_drafts: bool) -> tuple[jax.Array, ...]:
+        """Returns the logits, and with `makes_drafts` the input of the layer that drafts."""
+        y_TD = passed.edge.normed(reveal(passed.x_TD))
+        logits_TV = logits(passed.edge, y_TD, passed.shards, self._rows.vocabulary)
+        if not makes_drafts:
+            return (logits_TV[None],)
+        hidden_TD = jnp.concatenate(passed.tapped, axis=-1) if passed.tapped else y_TD
+        return logits_TV[None], hidden_TD[None]
+
+    def _forward_body(self) -> "Callable[..., _Passed]":
+        layers = [self._weights.layers[index] for index in self._layers]
+        weights, common, rows = self._weights, self._shards, self._rows
+        pools, nowhere = self._pools, self._pools.states.rank_rows
+        ring_pages, spec = self._limits.ring_pages, self._limits.kv_spec
+        taps = self._weights.taps if self._next_tokens else ()
+
+        def forward(
+            stem_leaves: Any,
+            layer_leaves: Any,
+            kept: Kept,
+            hot: Any,
+            ints: Any,
+            floats: Any,
+            batch: Any,
+            drafts: Any,
+            x: Any,
+        ) -> _Passed:
             step = self._rows_of(batch, drafts, hot, ints, floats)
             row, at_T, shards = step.all, rows.turned(step.all), common
             if rows.adapters:
                 shards = replace(common, adapters=AdapterRows(rows.adapter(row.ints)))
             attention = StepAttention(step, rows, pools, ring_pages, shards.platform)
             state_T = jnp.where(row.active, rows.state(row.ints), nowhere)
+            drafted = None
+            if drafts and spec.has_state:
+                drafted = DraftedStates(step, state_T[: batch.shape[1]])
             new_pages: list[LayerPages] = []
             new_states: list[LayerPages] = []
             new_rings: list[LayerPages] = []
@@ -409,7 +522,10 @@ class DecodePrograms:
                 layer: Any = part.merge(leaves)
                 keep = new_rings if layer_rings else new_pages
                 attend = attention.over(layer_pages, layer_rings, keep)
-                recur = recur_over(layer_states, state_T, None, None, new_states.append)
+                if drafted is not None:
+                    recur = drafted.over(layer_states)
+                else:
+                    recur = recur_over(layer_states, state_T, None, None, new_states.append)
                 x_TD = layer(x_TD, at_T, attend, shards, row.active, recur=recur)
                 # A layer calls `attend` only if it has KV, and `recur` only if it has recurrent
                 # state.
@@ -420,20 +536,9 @@ class DecodePrograms:
                 if not layer_rings:
                     new_rings.append(())
             kept = (new_pages, new_states, new_rings)
-            if not weights.ends:
-                return kept, x_TD[None]
-            y_TD = edge.normed(reveal(x_TD))
-            apart = ending is not None
-            logits_TV = logits(edge, y_TD, shards, rows.vocabulary, apart=apart)
-            if ending is None:
-                if not (drafter and drafts):
-                    return kept, logits_TV[None]
-                hidden_TD = jnp.concatenate(tapped, axis=-1) if taps else y_TD
-                return kept, logits_TV[None], hidden_TD[None]
-            hot, chosen, counts = ending(step, hot, counts, logits_TV)
-            return kept, hot, chosen.on_rank(programs), counts
+            return _Passed(step, kept, x_TD, edge, shards, tapped, drafted)
 
-        return body
+        return forward
 
     def _write(self, changed: Changes, histories: Changes) -> None:
         ranks, slots = self._limits.ranks, self._limits.slots_per_rank

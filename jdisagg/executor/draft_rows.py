@@ -17,6 +17,7 @@ import numpy as np
 from jdisagg.executor.choose import Chosen
 from jdisagg.executor.slot_state import BatchRows, RowFormat
 from jdisagg.messages.step_commands import NO_TOKEN
+from jdisagg.scheduler.speculation import rows_before_snapshot
 
 Slots = tuple[tuple[int, ...], ...]
 
@@ -102,7 +103,7 @@ class DraftRows(NamedTuple):
         rows: RowFormat,
         slot_B: jax.Array,
         plan: jax.Array | None,
-        longest: int,
+        sizes: tuple[int, int],
         hot_S2: jax.Array,
         ints_SI: jax.Array,
         floats_SF: jax.Array,
@@ -110,11 +111,13 @@ class DraftRows(NamedTuple):
     ) -> "DraftRows":
         """Builds a step's rows from a rank's part of `DraftPlan.array`, or from None without
         drafts. `drafts_SG` has the mesh's own drafts of each slot: the position of the first, and
-        tokens. They apply to slots without tokens in the plan."""
+        tokens. They apply to slots without tokens in the plan. `sizes`: the largest number of rows
+        of a slot, and the `snapshot_tokens` of recurrent state."""
         own, count = rows.batch(slot_B, hot_S2, ints_SI, floats_SF), slot_B.shape[0]
         own_B = jnp.arange(count, dtype=jnp.int32)
         if plan is None:
             return DraftRows(own, own_B, jnp.zeros_like(own_B), own_B[:, None])
+        longest, snapshot_tokens = sizes
         width = guessed(longest)
         extra = (plan.shape[0] - count * (1 + width)) // 2
         guess_BG = plan[2 * extra :].reshape(count, 1 + width)
@@ -132,12 +135,14 @@ class DraftRows(NamedTuple):
         token_T = jnp.take_along_axis(
             guess_TG[:, 1:], jnp.clip(at_T, 0, width - 1)[:, None], axis=1
         )[:, 0]
-        drafted_T = (row_T < count) & (at_T >= 0) & (at_T < width) & (token_T >= 0)
+        used_T = row_T < count
+        drafted_T = (at_T >= 0) & (at_T < width) & (token_T >= 0)
         limit_T, _ = rows.limit_and_table(taken.ints)
+        drafted_T &= offset_T < rows_before_snapshot(taken.position, snapshot_tokens)
         every = taken._replace(
             token=jnp.where(offset_T == 0, taken.token, token_T),
             position=position_T,
-            active=taken.active & ((offset_T == 0) | (drafted_T & (position_T < limit_T))),
+            active=taken.active & used_T & ((offset_T == 0) | (drafted_T & (position_T < limit_T))),
         )
         tokens = count + extra
         index_BQ = jnp.full((count, longest), tokens, jnp.int32)
@@ -160,6 +165,11 @@ class DraftRows(NamedTuple):
     def _active_BQ(self) -> jax.Array:
         there_BQ = self.index_BQ < self.row_T.shape[0]
         return there_BQ & self.by_slot(self.all.active)
+
+    @property
+    def count_B(self) -> jax.Array:
+        """Number of rows of each slot that follow one another from its own row on."""
+        return jnp.cumprod(self._active_BQ, axis=1, dtype=jnp.int32).sum(1, dtype=jnp.int32)
 
     def by_slot(self, x_T: jax.Array) -> jax.Array:
         """Arranges values [T, ...] of the rows by slot: [B, Q, ...]."""

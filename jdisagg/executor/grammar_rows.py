@@ -18,6 +18,7 @@ from jdisagg.grammar.compiler import GrammarCompiler
 from jdisagg.grammar.matcher import BITS, TokenMatcher, mask_words
 from jdisagg.layout.platforms import traits_of
 from jdisagg.messages.step_commands import NO_TOKEN, SampleSpec, SlotAdmit, SlotGrow
+from jdisagg.scheduler.speculation import rows_before_snapshot
 
 ALL = np.uint32(0xFFFFFFFF)
 
@@ -49,9 +50,12 @@ class GrammarRows:
     """Tracks the decode slots whose sequences have a grammar, and computes their masks and forced
     tokens. Used by the dispatch thread only."""
 
-    def __init__(self, vocabulary: int, longest: int, platform: str) -> None:
+    def __init__(
+        self, vocabulary: int, longest: int, platform: str, snapshot_tokens: int = 0
+    ) -> None:
         self.compiler: GrammarCompiler | None = None
         self._vocabulary, self._longest, self._platform = vocabulary, longest, platform
+        self._snapshot_tokens = snapshot_tokens
         self._words = mask_words(vocabulary)
         self._rows: dict[tuple[int, int], _Row] = {}
         self._turn = 0  # forward passes so far; each one begins with another row
@@ -87,7 +91,7 @@ class GrammarRows:
                 row.taken, row.guess = 0, None
                 if len(row.run) < 2:
                     continue
-                room_of_row = min(row.limit - row.position, self._longest) - 1
+                room_of_row = min(self._longest - 1, self._room(row))
                 count = min(len(row.run) - 1, room_of_row, left[rank])
                 if count > 0:
                     run = tuple(row.run[1 : count + 1])
@@ -204,7 +208,7 @@ class GrammarRows:
             return self._fill(masks[0], None)
         start, *tokens = (guess.start, *guess.tokens) if guess.tokens else row.drafts
         first = row.position + 1 - start
-        count = min(guess.count, row.limit - row.position - 1)
+        count = min(guess.count, self._room(row))
         drafts = tokens[first : first + count] if first >= 0 else []
         run = row.matcher.forced(self._longest, self._vocabulary)
         for mask, token, draft in zip(masks, run, (*drafts, NO_TOKEN), strict=False):
@@ -220,6 +224,11 @@ class GrammarRows:
                 return
             matcher.consume((token,))
             self._fill(following, matcher)
+
+    def _room(self, row: _Row) -> int:
+        """Returns how many rows may follow the row's own."""
+        before = rows_before_snapshot(row.position, self._snapshot_tokens)
+        return max(1, min(row.limit - row.position, before)) - 1
 
     def _allow(self, mask: np.ndarray, token: int) -> None:
         mask[:] = 0

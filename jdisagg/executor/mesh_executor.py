@@ -150,7 +150,9 @@ class MeshExecutor:
             for stage, of_stage in zip(self._stages, sums, strict=True)
         ]
         self._prefill = PrefillStages(prefill, stage_of, self.images)
-        self._grammars = GrammarRows(model.vocabulary, limits.longest_run, platform)
+        self._grammars = GrammarRows(
+            model.vocabulary, limits.longest_run, platform, limits.state_snapshot_tokens
+        )
         last = self._stages[-1]
         self._sampler = PrefillSampler(
             last.programs, last.weights, self._shards, limits, self._rows, self._grammars

@@ -131,7 +131,7 @@ class MixedPrograms:
             tokens_T, positions_T, segment_T, table_RN, past_R, continuing, states, last_R = (
                 array[0] for array in arrays
             )
-            step = DraftRows.of(rows, batch[0], None, 1, hot[0], ints[0], floats[0])
+            step = DraftRows.of(rows, batch[0], None, (1, 0), hot[0], ints[0], floats[0])
             row, tokens = step.all, tokens_T.shape[0]
             shards = common
             if rows.adapters:

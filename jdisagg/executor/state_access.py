@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from jdisagg.executor.page_pool import LayerPages
-from jdisagg.model_api import Advance, Recur, Runs
+from jdisagg.model_api import Advance, Inputs, Recur, Runs, State
 from jdisagg.ops.kv_pages import as_kept, as_read
 
 
@@ -32,23 +32,31 @@ def recur_over(
     """
     written = slot_R if stop_slot_R is None else jnp.concatenate([slot_R, stop_slot_R])
 
-    def read(part_PK1H: jax.Array) -> jax.Array:
-        state_RKH = as_read(part_PK1H.at[slot_R, :, 0].get(mode="clip"), jnp.dtype("bfloat16"))
+    def begun(state_RKH: jax.Array) -> jax.Array:
         if fresh_R is None:
             return state_RKH
         return jnp.where(fresh_R[:, None, None], jnp.zeros((), state_RKH.dtype), state_RKH)
 
-    def recur(advance: Advance) -> jax.Array:
-        out, state = advance(tuple(map(read, pages)), runs)
-        keep(
-            tuple(
-                part.at[written, :, 0].set(as_kept(new, part.dtype), mode="drop")
-                for part, new in zip(pages, state, strict=True)
-            )
-        )
+    def recur(inputs: Inputs, advance: Advance) -> jax.Array:
+        out, state = advance(inputs, tuple(map(begun, read_states(pages, slot_R))), runs)
+        keep(write_states(pages, written, state))
         return out
 
     return recur
+
+
+def read_states(pages: LayerPages, slot_R: jax.Array) -> State:
+    return tuple(
+        as_read(part_PK1H.at[slot_R, :, 0].get(mode="clip"), jnp.dtype("bfloat16"))
+        for part_PK1H in pages
+    )
+
+
+def write_states(pages: LayerPages, slot_R: jax.Array, state: State) -> LayerPages:
+    return tuple(
+        part.at[slot_R, :, 0].set(as_kept(new, part.dtype), mode="drop")
+        for part, new in zip(pages, state, strict=True)
+    )
 
 
 def runs_of(

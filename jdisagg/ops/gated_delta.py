@@ -78,9 +78,12 @@ def delta_runs(
     """
     tokens, heads, width = inputs.v_TNH.shape
     parts = jax.vmap(_prepare)(DeltaInputs(*(cut_into_runs(part, runs) for part in inputs)))
-    out, new_RNKV = (_at_once if traits_of(platform).without_loops else in_turn)(
-        parts, state_RNKV, runs
-    )
+    if runs.short:
+        out, new_RNKV = jax.vmap(_Run.on)(parts, state_RNKV)
+    elif traits_of(platform).without_loops:
+        out, new_RNKV = _at_once(parts, state_RNKV, runs)
+    else:
+        out, new_RNKV = in_turn(parts, state_RNKV, runs)
     return jnp.swapaxes(out, 1, 2).reshape(-1, heads, width)[:tokens], new_RNKV
 
 

@@ -62,7 +62,9 @@ def state_space_runs(
     kept_RGUSP = state_RNSP.reshape(-1, groups, heads // groups, *state_RNSP.shape[2:])
     cut = StateSpaceInputs(*(cut_into_runs(part, runs) for part in inputs))
     parts = jax.vmap(_prepare)(cut)
-    if traits_of(platform).without_loops:
+    if runs.short:
+        out, new = jax.vmap(_Run.on)(parts, kept_RGUSP)
+    elif traits_of(platform).without_loops:
         before_n, new = at_once(
             parts.decay_GU[..., None, None], parts.add_GUSP, kept_RGUSP, runs, jnp.multiply
         )

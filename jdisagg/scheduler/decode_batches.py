@@ -29,7 +29,7 @@ from jdisagg.scheduler.decode_state import DecodeState
 from jdisagg.scheduler.handoff import HandoffEvent
 from jdisagg.scheduler.page_ledger import pages_for
 from jdisagg.scheduler.sequences import Sequence, SequenceGroup, Stage
-from jdisagg.scheduler.speculation import Planned, Speculation, StepKind
+from jdisagg.scheduler.speculation import SURE_TOKENS, Planned, Speculation, StepKind
 
 # a planned row of a step: its sequence, how many tokens the result must have, and its drafts
 _Issued = tuple[Sequence, int, Planned | None]
@@ -260,7 +260,7 @@ class DecodeBatches:
         for child in (child for rank in active for child in rank):
             into = child.issued_position % every
             steps = min(steps, every - into)
-            if not into and child.group.epoch == kept.epoch:
+            if not into and child.group.epoch == kept.epoch and _sure(child):
                 slot = kept.begin_snapshot(
                     child.rank, child.key, child.issued_position, rolling=True
                 )
@@ -402,6 +402,13 @@ class DecodeBatches:
             adapter=self._state.adapters.slot_of(child.group.request),
             shift=shift_before(position, child.group.request.images, limits.images),
         )
+
+
+def _sure(child: Sequence) -> bool:
+    """Returns whether `issued_position` is the sequence's position after the steps in flight. A
+    step with drafts or forced tokens may go further, but not within `SURE_TOKENS` of a snapshot."""
+    guessed = child.drafting > 0 or child.group.request.sampling.grammar is not None
+    return not guessed or child.issued_position - child.position <= SURE_TOKENS
 
 
 def _issue(

@@ -108,15 +108,19 @@ class MeshLimits:
 
     @property
     def longest_run(self) -> int:
-        """Largest number of positions of one sequence in one decode step. With recurrent state this
-        is 1. With a ring buffer, it is limited so that the last position does not overwrite a
-        position that the first one still attends to."""
-        if self.kv_spec.has_state:
-            return 1
+        """Largest number of positions of one sequence in one decode step. With a ring buffer, it is
+        limited so that the last position does not overwrite a position that the first one still
+        attends to."""
         if not self.ring_pages:
             return LONGEST_RUN
         room = self.ring_pages * self.page_size - self.kv_spec.widest_window + 1
         return max(1, min(LONGEST_RUN, room))
+
+    @property
+    def state_snapshot_tokens(self) -> int:
+        """The `snapshot_tokens` of recurrent state, which is copied only between steps, so that
+        steps with drafts must stop at the multiples of this number."""
+        return self.snapshot_tokens if self.kv_spec.has_state else 0
 
     def extra_rows(self, batch: int) -> int:
         longest = self.longest_run

@@ -9,21 +9,34 @@ or estimates cost only time."""
 
 from collections.abc import Callable
 from collections.abc import Sequence as Rows
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from jdisagg.messages.step_commands import NO_TOKEN, DraftRow
 from jdisagg.scheduler.acceptance import OVERALL_FADE, Acceptance
 from jdisagg.scheduler.draft_worth import DraftWorth
-from jdisagg.scheduler.executor import MeshLimits
+from jdisagg.scheduler.executor import LONGEST_RUN, MeshLimits
 from jdisagg.scheduler.ngram import SIZES, NgramSearch
 from jdisagg.scheduler.sequences import Sequence
 
 # Number of tokens that a mesh drafts for a sequence in each step with the next-token layer.
 CHAIN = 3
+# Number of tokens before a snapshot in which a step computes one token of the sequence. It is at
+# least the number of tokens in flight when the snapshot is planned, so that the sequence's position
+# is then known.
+SURE_TOKENS = 2
 # Assumed host time of one sequence's prediction before any is measured, and the weight of each
 # measurement in the running mean.
 PREDICTION_SECONDS = 40e-6
 _WEIGHT = 0.1
+
+
+def rows_before_snapshot(position: Any, snapshot_tokens: int) -> Any:
+    """Returns the largest number of rows of a step from `position` on. A step ends `SURE_TOKENS`
+    before the next multiple of `snapshot_tokens`, at which the recurrent state is copied, or
+    computes one row. 0 sets no limit."""
+    if not snapshot_tokens:
+        return LONGEST_RUN
+    return snapshot_tokens - SURE_TOKENS - position % snapshot_tokens
 
 
 class Draft(NamedTuple):

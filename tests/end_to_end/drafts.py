@@ -27,7 +27,7 @@ class KnowingDrafter:
         known = self.streams.get(child.group.request.request_id, {}).get(child.child, [])
         coming = known[len(child.generated) : len(child.generated) + most]
         wrong = [
-            token if self._random.random() > self.errors else self._random.randrange(300)
+            token if self._random.random() > self.errors else self._random.randrange(100)
             for token in coming
         ]
         return speculation.Draft(0, tuple(wrong)) if wrong else None

@@ -1,11 +1,12 @@
 """Tokens that a grammar forces are taken several per step. Every stream equals that of a mesh that
 steps through them one by one."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from jdisagg.config import EngineConfig, Mode
+from jdisagg.config import EngineConfig, Mode, PrefixConfig
 from jdisagg.request import Grammar, GrammarKind
 from jdisagg.scheduler import executor as limits_of
 from tests.end_to_end.clusters import Running, golden_copy, running
@@ -59,20 +60,25 @@ MARKS = Grammar(GrammarKind.REGEX, r"(@#~\^7[0-9]Z@#~\^[A-F]@#){2,5}")
 
 
 @pytest.mark.parametrize(
-    ("name", "runs"),
-    [
-        ("gpt_oss", True),
-        pytest.param("qwen3_next", False, marks=pytest.mark.slow),
-        pytest.param("deepseek_v3", True, marks=pytest.mark.slow),
-        pytest.param("mistral_window", True, marks=pytest.mark.slow),
-    ],
+    ("name",),
+    first_ci(
+        [
+            ("gpt_oss",),
+            ("qwen3_next",),
+            ("granite4_hybrid",),
+            ("deepseek_v3",),
+            ("mistral_window",),
+        ],
+        ci=2,
+    ),
 )
 async def test_runs_change_no_stream_whatever_is_kept_of_a_position(
-    name: str, runs: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Latents, windows in rings of pages, and a state, of which no position can be skipped."""
+    """Latents, windows in rings of pages, and a state, of which snapshots are made in answers."""
     directory = golden_copy(name, tmp_path)
     engine = config(Mode.CHUNKED, directory=directory, **FAMILY)
+    engine = replace(engine, prefix=PrefixConfig(True, 16))
     done: dict[int, list[object]] = {}
     for longest in (1, limits_of.LONGEST_RUN):
         monkeypatch.setattr(limits_of, "LONGEST_RUN", longest)
@@ -89,5 +95,5 @@ async def test_runs_change_no_stream_whatever_is_kept_of_a_position(
                 for seed in range(6)
             ]
             done[longest] = streams(await run.complete_all(asked))
-            assert (forced(run) > 0) == (runs and longest > 1)
+            assert (forced(run) > 0) == (longest > 1)
     assert done[1] == done[longest]

@@ -14,6 +14,7 @@ from jdisagg.layout.kv_spec import KVComponent, KVLayer, KVSpec
 from jdisagg.messages.step_commands import NO_TOKEN, SampleSpec, SlotAdmit, SlotGrow
 from jdisagg.request import Grammar, GrammarKind, SamplingParams
 from jdisagg.scheduler.executor import LONGEST_RUN, MeshLimits
+from jdisagg.scheduler.speculation import rows_before_snapshot
 from tests.fakes.fake_executor import toy_limits
 from tests.fakes.toy_grammars import END, FIRST, GRAMMARS, VOCABULARY
 
@@ -223,15 +224,20 @@ def test_what_is_forced_is_what_the_mask_allows_alone() -> None:
     assert matcher.forced(100, VOCABULARY) == []
 
 
-def test_a_state_takes_one_token_at_a_time_and_a_ring_what_its_window_leaves() -> None:
+def test_a_ring_takes_what_its_window_leaves_and_a_step_ends_before_a_snapshot() -> None:
     def limits(layer: KVLayer, ring_pages: int = 0) -> MeshLimits:
         spec = KVSpec((layer,), "float32")
         return replace(toy_limits(page_size=4), kv_spec=spec, ring_pages=ring_pages)
 
     kv = (KVComponent("k", 1, 8), KVComponent("v", 1, 8))
     full, windowed = KVLayer(kv), KVLayer(kv, window=6)
-    assert limits(KVLayer(kv, state=kv)).longest_run == 1
+    assert limits(KVLayer(kv, state=kv)).longest_run == LONGEST_RUN
     assert limits(full).longest_run == LONGEST_RUN
     assert limits(windowed).longest_run == LONGEST_RUN
     # positions p - 5 to p are seen from p; a ring of 12 holds those and six more
     assert limits(windowed, ring_pages=3).longest_run == 7
+
+    # of blocks of 16 tokens: single tokens from 14 on
+    rows = [rows_before_snapshot(position, 16) for position in (0, 7, 12, 13, 14, 15, 16)]
+    assert rows == [14, 7, 2, 1, 0, -1, 14]
+    assert rows_before_snapshot(15, 0) == LONGEST_RUN

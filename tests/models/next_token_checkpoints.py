@@ -8,40 +8,70 @@ from pathlib import Path
 import numpy as np
 from safetensors.numpy import load_file, save_file
 
+_MTP = {
+    "enorm.weight": "pre_fc_norm_embedding.weight",
+    "hnorm.weight": "pre_fc_norm_hidden.weight",
+    "eh_proj.weight": "fc.weight",
+    "shared_head.norm.weight": "norm.weight",
+}
 
-def with_next_token_layer(source: Path, folder: Path) -> Path:
+
+def with_next_token_layer(source: Path, folder: Path, *, mtp: bool = False) -> Path:
     """A copy of a checkpoint with a next-token layer under the names of DeepSeek-V3, in the form of
-    its last layer."""
+    its last layer. `mtp`: under the names of Qwen3-Next, in the form of its last layer with
+    attention; norms multiply by one more than their weight."""
     directory = Path(shutil.copytree(source, folder / "drafting"))
     fields = json.loads((directory / "config.json").read_text())
-    last, width = fields["num_hidden_layers"] - 1, fields["hidden_size"]
+    text = fields.get("text_config", fields)
+    last, width = text["num_hidden_layers"] - 1, text["hidden_size"]
+    number, above = last + 1, 0.0 if mtp else 1.0
+    if mtp:
+        kinds = text["layer_types"]
+        last = max(at for at, kind in enumerate(kinds) if kind == "full_attention")
     stored = load_file(directory / "model.safetensors")
     random = np.random.default_rng(7)
 
     def normal(*shape: int, scale: float, mean: float = 0.0) -> np.ndarray:
         return (mean + random.standard_normal(shape) * scale).astype(np.float32)
 
-    prefix = f"model.layers.{last}."
+    inner = "model.language_model." if text is not fields else "model."
+    prefix = f"{inner}layers.{last}."
     own = {
         name.removeprefix(prefix): normal(
-            *tensor.shape, scale=tensor.shape[-1] ** -0.5, mean=float(tensor.ndim == 1)
+            *tensor.shape, scale=tensor.shape[-1] ** -0.5, mean=above * (tensor.ndim == 1)
         )
         for name, tensor in stored.items()
         if name.startswith(prefix)
     }
     own |= {
-        "enorm.weight": normal(width, scale=0.1, mean=1.0),
-        "hnorm.weight": normal(width, scale=0.1, mean=1.0),
+        "enorm.weight": normal(width, scale=0.1, mean=above),
+        "hnorm.weight": normal(width, scale=0.1, mean=above),
         "eh_proj.weight": normal(width, 2 * width, scale=(2 * width) ** -0.5),
-        "shared_head.norm.weight": normal(width, scale=0.1, mean=1.0),
+        "shared_head.norm.weight": normal(width, scale=0.1, mean=above),
         # Checkpoints also hold copies of embedding and head, which are not read.
-        "embed_tokens.weight": stored["model.embed_tokens.weight"],
+        "embed_tokens.weight": stored[f"{inner}embed_tokens.weight"],
     }
-    added = {f"model.layers.{last + 1}.{name}": tensor for name, tensor in own.items()}
+    if mtp:
+        del own["embed_tokens.weight"]
+        named = {_MTP.get(name, f"layers.0.{name}"): tensor for name, tensor in own.items()}
+        added = {f"mtp.{name}": tensor for name, tensor in named.items()}
+    else:
+        added = {f"model.layers.{number}.{name}": tensor for name, tensor in own.items()}
     save_file(stored | added, directory / "model.safetensors")
-    fields["num_nextn_predict_layers"] = 1
+    text["mtp_num_hidden_layers" if mtp else "num_nextn_predict_layers"] = 1
     (directory / "config.json").write_text(json.dumps(fields))
     return directory
+
+
+def usual_names(stored: dict[str, np.ndarray], number: int) -> dict[str, np.ndarray]:
+    """The tensors of layer `number`, a next-token layer, under the names of DeepSeek-V3."""
+    usual = {f"mtp.{theirs}": ours for ours, theirs in _MTP.items()}
+    return {
+        f"model.layers.{number}.{usual.get(name, name.removeprefix('mtp.layers.0.'))}"
+        if name.startswith("mtp.")
+        else name: tensor
+        for name, tensor in stored.items()
+    }
 
 
 def eagle_head(source: Path, folder: Path, least: int = 3) -> Path:

@@ -15,11 +15,12 @@ from jdisagg.errors import CheckpointError
 from jdisagg.layout.axes import Layout
 from jdisagg.model_api import Shards
 from jdisagg.ops.dense_attention import dense_causal_attend
+from jdisagg.ops.dense_recurrence import recur_from_the_beginning
 from models.checkpoint import load_model
 from models.decoder import Decoder
 from tests.end_to_end.clusters import GOLDEN
 from tests.lanes import first_quick
-from tests.models.next_token_checkpoints import with_next_token_layer
+from tests.models.next_token_checkpoints import usual_names, with_next_token_layer
 from tests.models.plain_layers import TOKENS, norm, plain_attention, plain_feed_forward
 
 Tensors = dict[str, np.ndarray]
@@ -29,9 +30,12 @@ def loaded(directory: Path, next_token: bool = True) -> Decoder:
     return load_model(directory, Layout(), jax.devices()[:1], next_token=next_token).model
 
 
-def joined(stored: Tensors, number: int, y_TD: np.ndarray, epsilon: float) -> np.ndarray:
+def joined(
+    stored: Tensors, number: int, y_TD: np.ndarray, epsilon: float, above: float
+) -> np.ndarray:
     """The layer's input: token t and the hidden state at t - 1, zero where there is none."""
-    of = {name: stored[f"model.layers.{number}.{name}.weight"] for name in ("enorm", "hnorm")}
+    names = ("enorm", "hnorm")
+    of = {name: above + stored[f"model.layers.{number}.{name}.weight"] for name in names}
     embedded = stored["model.embed_tokens.weight"][TOKENS]
     both = np.concatenate(
         [norm(embedded[1:], of["enorm"], epsilon), norm(y_TD[:-1], of["hnorm"], epsilon)], axis=1
@@ -60,8 +64,10 @@ def layer_of_a_longer_model(x_TD: np.ndarray, directory: Path, folder: Path) -> 
     fields = json.loads((longer / "config.json").read_text())
     number = fields["num_hidden_layers"]
     fields |= {"num_hidden_layers": number + 1, "num_nextn_predict_layers": 0}
+    if "layer_types" in fields:
+        fields["layer_types"].append("full_attention")
     (longer / "config.json").write_text(json.dumps(fields))
-    stored = load_file(longer / "model.safetensors")
+    stored = usual_names(load_file(longer / "model.safetensors"), number)
     own = ("enorm", "hnorm", "eh_proj", "shared_head", "embed_tokens")
     prefixes = tuple(f"model.layers.{number}.{name}." for name in own)
     rest = {name: tensor for name, tensor in stored.items() if not name.startswith(prefixes)}
@@ -72,21 +78,30 @@ def layer_of_a_longer_model(x_TD: np.ndarray, directory: Path, folder: Path) -> 
     )
 
 
-@pytest.mark.parametrize(("name",), first_quick([("llama_tied",), ("deepseek_v3",), ("glm4_moe",)]))
+@pytest.mark.parametrize(
+    ("name",),
+    first_quick(
+        [("llama_tied",), ("qwen3_next",), ("deepseek_v3",), ("glm4_moe",), ("deepseek_v32",)]
+    ),
+)
 def test_the_layer_is_the_published_formula(name: str, tmp_path: Path) -> None:
-    directory = with_next_token_layer(GOLDEN / name, tmp_path)
+    mtp = name == "qwen3_next"
+    directory, above = with_next_token_layer(GOLDEN / name, tmp_path, mtp=mtp), float(mtp)
     fields = json.loads((directory / "config.json").read_text())
     model, positions = loaded(directory), jnp.arange(len(TOKENS))
     number, epsilon = fields["num_hidden_layers"], fields["rms_norm_eps"]
     stored = {
         name: tensor.astype(np.float32)
-        for name, tensor in load_file(directory / "model.safetensors").items()
+        for name, tensor in usual_names(
+            load_file(directory / "model.safetensors"), fields["num_hidden_layers"]
+        ).items()
     }
     assert len(model.kv_spec.layers) == number + 1 == len(model.layers) + 1
 
     x_TD = model.stem.embed(jnp.asarray(TOKENS), Shards())
-    for layer in model.layers:
-        x_TD = layer(x_TD, positions, dense_causal_attend, Shards())
+    for layer, kept in zip(model.layers, model.kv_spec.layers, strict=False):
+        recur = recur_from_the_beginning(kept.state, "float32", len(TOKENS), Shards())
+        x_TD = layer(x_TD, positions, dense_causal_attend, Shards(), recur=recur)
     y_TD = model.stem.normed(x_TD)
     known_T1 = (positions > 0)[:, None]
     embedded_TD = model.stem.embed(jnp.asarray(TOKENS), Shards())
@@ -99,13 +114,14 @@ def test_the_layer_is_the_published_formula(name: str, tmp_path: Path) -> None:
         Shards(),
     )
 
-    wanted_TD = joined(stored, number, np.asarray(y_TD), epsilon)
+    wanted_TD = joined(stored, number, np.asarray(y_TD), epsilon, above)
     wanted_TD = (
         plain_layer(wanted_TD, stored, f"model.layers.{number}.", fields)
         if name == "llama_tied"
         else layer_of_a_longer_model(wanted_TD, directory, tmp_path)
     )
-    wanted_TD = norm(wanted_TD, stored[f"model.layers.{number}.shared_head.norm.weight"], epsilon)
+    last = above + stored[f"model.layers.{number}.shared_head.norm.weight"]
+    wanted_TD = norm(wanted_TD, last, epsilon)
     head = stored.get("lm_head.weight", stored["model.embed_tokens.weight"])
     assert np.abs(np.asarray(got_TD) - wanted_TD).max() < 2e-5
     logits = np.asarray(model.stem.project(got_TD, Shards()))[:, : model.vocabulary]
