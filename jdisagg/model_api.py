@@ -134,7 +134,7 @@ class Index(NamedTuple):
         return self._replace(queries_THD=change(self.queries_THD), weights_TH=weights)
 
 
-class AttendOptions(TypedDict, total=False):
+class AttentionOptions(TypedDict, total=False):
     """How a layer computes attention.
 
     Attributes:
@@ -147,8 +147,6 @@ class AttendOptions(TypedDict, total=False):
             [T, 1, rank + rope], and `v_TKH` is None.
         index: Inputs of the layer's indexer. Its keys are cached too. An indexer that selects
             positions is used with `latent`, one that selects blocks without.
-        follows: Whether each token attends to the positions that the indexer of an earlier layer
-            selected for it. It is the last layer before this one that has an indexer.
     """
 
     scale: Required[float]
@@ -157,6 +155,15 @@ class AttendOptions(TypedDict, total=False):
     sinks_N: jax.Array | None
     latent: Latent | None
     index: Index | None
+
+
+class AttendOptions(AttentionOptions, total=False):
+    """
+    Attributes:
+        follows: Whether each token attends to the positions that the indexer of an earlier layer
+            selected for it. It is the last layer before this one that has an indexer.
+    """
+
     follows: bool
 
 

@@ -14,6 +14,7 @@ import logging
 import os
 import re
 from contextlib import suppress
+from importlib.metadata import version
 from pathlib import Path
 
 import jax
@@ -33,7 +34,7 @@ def kind_name(device_kind: str, *programs: object) -> str:
     """Names a kind of worker: its device, the version of XLA, and a digest of `programs`, which is
     everything else that determines its programs."""
     digest = hashlib.sha256(repr(programs).encode()).hexdigest()[:16]
-    return re.sub(r"[^\w.]+", "-", f"{device_kind} {jax.lib.__version__} {digest}").lower()
+    return re.sub(r"[^\w.]+", "-", f"{device_kind} {version('jaxlib')} {digest}").lower()
 
 
 class Autotuning:

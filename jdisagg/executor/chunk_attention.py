@@ -6,13 +6,13 @@ Traced inside the program of a layer group (`prefill_program.py`)."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Unpack
+from typing import NamedTuple, Unpack, cast
 
 import jax
 import jax.numpy as jnp
 
 from jdisagg.executor.page_pool import LayerPages
-from jdisagg.model_api import Attend, AttendOptions, Index, Shards
+from jdisagg.model_api import Attend, AttendOptions, AttentionOptions, Index, Shards
 from jdisagg.ops.kv_pages import as_kept, as_read, token_coordinates, write_tokens
 from jdisagg.ops.paged_attention import paged_attention
 from jdisagg.ops.prefill_attention import Chosen, PastPages, choose_in_chunk, prefill_attention
@@ -122,6 +122,7 @@ class ChunkAttention:
             if rows_alone and not q_TNH.shape[0]:
                 return q_TNH
             follows = how.pop("follows", False)
+            options = cast(AttentionOptions, how)
             if rows_alone:
                 if follows:
                     how["index"], i_pages = self._index_of_rows()
@@ -134,7 +135,7 @@ class ChunkAttention:
                     at_R,
                     index_pages_PKSH=i_pages,
                     platform=platform,
-                    **how,
+                    **options,
                 )
             where = chunk.segment_T, chunk.positions_T
             past = self._past(places.table_RN, written[0], v_pages, i_pages)
@@ -142,7 +143,7 @@ class ChunkAttention:
                 assert i_pages is not None
                 chosen = choose_in_chunk(index, *where, past, platform=platform)
                 self._selection = _Selection(index, i_pages, chosen)
-                how["index"], follows = None, True
+                options["index"], follows = None, True
             return prefill_attention(
                 q_TNH,
                 seen[0],
@@ -154,7 +155,7 @@ class ChunkAttention:
                 rows=chunk.table_RN.shape[0],
                 platform=platform,
                 device_kind=self._shards.device_kind,
-                **how,
+                **options,
             )
 
         return attend

@@ -2,7 +2,7 @@
 attends from each row up to its own position."""
 
 from functools import partial
-from typing import NamedTuple, Unpack
+from typing import NamedTuple, Unpack, cast
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jdisagg.executor.draft_rows import DraftRows
 from jdisagg.executor.page_pool import LayerPages, PagePool, Pools
 from jdisagg.executor.slot_state import BatchRows, RowFormat
-from jdisagg.model_api import Attend, AttendOptions, Index
+from jdisagg.model_api import Attend, AttendOptions, AttentionOptions, Index
 from jdisagg.ops.kv_pages import decode_coordinates, write_tokens
 from jdisagg.ops.paged_attention import paged_attention, paged_selection
 from jdisagg.ops.quarantine import seal
@@ -72,6 +72,7 @@ class StepAttention:
             where = written[-1], table_BN, positions_BQ
             self._selected = paged_selection(index, *where, platform=platform)
             how["index"], how["follows"] = None, True
+        follows = how.pop("follows", False)
         o_TNH = paged_attention(
             _slot_rows(step, q_TNH),
             written[0],
@@ -79,9 +80,9 @@ class StepAttention:
             table_BN,
             positions_BQ,
             index_pages_PKSH=None if index is None else written[-1],
-            selected=self._selected if how.pop("follows", False) else None,
+            selected=self._selected if follows else None,
             platform=platform,
-            **how,
+            **cast(AttentionOptions, how),
         )
         if not step.drafts:
             return o_TNH

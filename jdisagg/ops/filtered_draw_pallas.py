@@ -9,7 +9,7 @@ its tokens are those of `sampling` for the same weights and scores, whatever the
 
 from collections.abc import Callable
 from functools import partial
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -28,6 +28,10 @@ WARPS = 16
 _SHARES = 29
 
 State = TypeVar("State")
+
+
+class _Sweep(Protocol):
+    def __call__(self, step: Callable[[jax.Array, State], State], start: State, /) -> State: ...
 
 
 def applies() -> bool:
@@ -161,7 +165,7 @@ def _kernel(
 
 def _kth_largest(
     read: Callable[[jax.Array], jax.Array],
-    sweep: Callable[[Callable[[jax.Array, State], State], State], State],
+    sweep: _Sweep,
     count: jax.Array,
     lanes: int,
 ) -> jax.Array:
