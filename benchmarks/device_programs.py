@@ -27,8 +27,10 @@ from benchmarks.deviceless import (
 )
 from benchmarks.gpu_devices import GPU_DEVICES
 from benchmarks.tpu_devices import TPU_DEVICES, TpuDevice
+from jdisagg.assembly import WorkerHost
 from jdisagg.clock import MonotonicClock
-from jdisagg.config import InstanceConfig, Mode, PrefixConfig
+from jdisagg.config import InstanceConfig, Mode, PrefixConfig, WorkerConfig
+from jdisagg.dispatch.ids import random_id
 from jdisagg.engine.limits import mesh_limits
 from jdisagg.engine.replica import mesh_role
 from jdisagg.errors import JdisaggError
@@ -41,6 +43,7 @@ from jdisagg.layout.kv_spec import KvKind
 from jdisagg.messages.worker_status import WorkerRole
 from jdisagg.ops.quantized_weights import checked_weights
 from jdisagg.transfer.in_process import InProcessChannel
+from jdisagg.worker.mesh_worker import WorkerContext
 from models.catalog import read_config
 from models.decoder import abstract_model
 from models.decoder_config import DecoderConfig
@@ -220,7 +223,9 @@ def build(case: Case, report: Report) -> MeshExecutor:
     role = MeshRole(prefill=True, decode=True, emit=True, extracts=True)
     if case.role:
         prefix = PrefixConfig(reuse=True, host_gib=1.0)
-        role = mesh_role(WorkerRole[case.role.upper()], instance, prefix)
+        context = WorkerContext(case.role, MonotonicClock(), random_id)
+        worker = WorkerConfig(mode=ROLES[case.role], instance=instance, prefix=prefix)
+        role = mesh_role(WorkerHost(context, WorkerRole[case.role.upper()], worker))
     table = config.vocabulary * config.width * jnp.dtype(case.dtype).itemsize // layout.tp
 
     def programs(mesh: Mesh) -> DevicelessPrograms:

@@ -17,8 +17,6 @@ from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
 
-import jax
-
 from jdisagg.clock import Clock
 from jdisagg.errors import ConfigError
 from jdisagg.executor.program_cache import LONGEST_WAIT_SECONDS, keep_apart

@@ -164,10 +164,7 @@ def _kernel(
 
 
 def _kth_largest(
-    read: Callable[[jax.Array], jax.Array],
-    sweep: _Sweep,
-    count: jax.Array,
-    lanes: int,
+    read: Callable[[jax.Array], jax.Array], sweep: _Sweep, count: jax.Array, lanes: int
 ) -> jax.Array:
     """Returns a threshold, float32: the entries that reach it are the `count` largest and all ties
     with the smallest of these.
