@@ -26,7 +26,7 @@ from benchmarks.measure import save
 from jdisagg.config import PrefixConfig
 from jdisagg.costs.catalog import geometry
 from jdisagg.costs.hardware import accelerator
-from jdisagg.request import Hints, Retention
+from jdisagg.prompt.hints import Hints, Retention
 from jdisagg.service.http.hints import SECONDS, USUAL_WEIGHT
 from jdisagg.simulator.fleet import INSTANCE, Fleet, Pool
 from jdisagg.simulator.run import Result, simulate

@@ -17,6 +17,7 @@ from typing import Annotated, Any, NamedTuple, TypedDict, get_args, get_origin, 
 
 from jdisagg.errors import InvalidRequestError
 from jdisagg.plain import Message, plain
+from jdisagg.prompt.hints import Hints
 from jdisagg.prompt.images import PromptImage, check_images, scoped
 from jdisagg.prompt.logprobs import PromptLogprobs
 
@@ -32,8 +33,6 @@ MAX_GRAMMAR_BYTES = 128 << 10
 MAX_ALLOWED_TOKENS = 16_384
 MAX_BAD_WORDS = 64
 INT32 = 2**31 - 1
-MAX_RETENTION_WEIGHT = 64.0
-MAX_RETENTION_SECONDS = 86_400.0
 
 _ANY_TEXT = "(?s:.*)"
 
@@ -379,47 +378,6 @@ class Adapter:
     name: str
     path: str
     digest: str
-
-
-@plain
-class Retention:
-    """How long the cached KV of a prompt outlasts KV that was used as recently
-    (`scheduler/retention.py`). A weight: it delays eviction and never prevents it.
-
-    Attributes:
-        weight: Number by which the remaining seconds count.
-        seconds: Seconds after the last use when the retention ends.
-    """
-
-    weight: float
-    seconds: float
-
-    def __post_init__(self) -> None:
-        Rule("", 0.0, MAX_RETENTION_WEIGHT).check("weight of a retention", self.weight)
-        Rule("", 0.0, MAX_RETENTION_SECONDS).check("seconds of a retention", self.seconds)
-
-
-@plain
-class Hints:
-    """What a client knows about its request. Hints change no token of the answer.
-
-    Attributes:
-        session: Key of a conversation; empty if the request belongs to none. Keys of two tenants
-            never mean the same conversation.
-        retention: Retention of the request's KV, or None.
-        retained_tokens: Number of leading tokens of the prompt that are retained; 0 if all of the
-            prompt and the answer are.
-        answer_tokens: Expected length of the answer; 0 if unknown.
-    """
-
-    session: str = ""
-    retention: Retention | None = None
-    retained_tokens: int = 0
-    answer_tokens: int = 0
-
-    def __post_init__(self) -> None:
-        for name in ("retained_tokens", "answer_tokens"):
-            Rule("", 0, INT32).check(name, getattr(self, name))
 
 
 @plain

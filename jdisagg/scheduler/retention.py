@@ -18,7 +18,8 @@ from collections.abc import Callable, Iterable, Iterator
 from operator import itemgetter
 from typing import Generic, TypeVar
 
-from jdisagg.request import Request, Retention
+from jdisagg.prompt.hints import Retention
+from jdisagg.request import Request
 
 MOST_RETAINED = 1 << 18  # names of retained blocks that a worker remembers
 

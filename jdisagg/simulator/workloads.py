@@ -11,7 +11,7 @@ from typing import Protocol
 import numpy as np
 
 from jdisagg.errors import WorkloadError
-from jdisagg.request import Hints
+from jdisagg.prompt.hints import Hints
 
 
 @dataclass(frozen=True, slots=True)

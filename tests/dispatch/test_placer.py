@@ -17,7 +17,8 @@ from jdisagg.dispatch.router_events import NoRouterEvents
 from jdisagg.errors import NoWorkerError, OverloadedError
 from jdisagg.messages.kept_blocks import TOLD_BYTES, KeptNews, KeptScheme
 from jdisagg.messages.ports import Child
-from jdisagg.request import Hints, Request, SamplingParams
+from jdisagg.prompt.hints import Hints
+from jdisagg.request import Request, SamplingParams
 from jdisagg.router.breaker import FAILURES
 from jdisagg.router.cluster_state import Description
 from jdisagg.router.decision import PlacementOutcome, PlacementQuery

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from jdisagg.config import EngineConfig, Mode, PrefixConfig
-from jdisagg.request import Hints, Request
+from jdisagg.prompt.hints import Hints
+from jdisagg.request import Request
 from tests import time_scale
 from tests.end_to_end.clusters import Running, running
 from tests.fakes.cluster import Collected

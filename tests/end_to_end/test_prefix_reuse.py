@@ -11,7 +11,8 @@ import pytest
 
 from jdisagg.config import EngineConfig, Mode, PrefixConfig
 from jdisagg.messages.step_commands import ExtractBlock
-from jdisagg.request import Hints, Request, Retention
+from jdisagg.prompt.hints import Hints, Retention
+from jdisagg.request import Request
 from jdisagg.worker import disk_tier, host_pieces
 from tests import time_scale
 from tests.end_to_end.clusters import Running, running

@@ -3,7 +3,8 @@
 import dataclasses
 from dataclasses import replace
 
-from jdisagg.request import Hints, Request
+from jdisagg.prompt.hints import Hints
+from jdisagg.request import Request
 from jdisagg.router.session_workers import SessionWorkers
 from tests.router.decisions import ASK, EASY, decision
 from tests.router.fleets import M, decode_status, prefill_status, state_of

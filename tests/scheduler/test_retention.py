@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jdisagg.messages.ports import Offer
-from jdisagg.request import Hints, Request, Retention
+from jdisagg.prompt.hints import Hints, Retention
+from jdisagg.request import Request
 from jdisagg.scheduler.disk_blocks import DiskBlocks
 from jdisagg.scheduler.host_blocks import HostBlocks, HostPiece
 from jdisagg.scheduler.page_ledger import PageLedger

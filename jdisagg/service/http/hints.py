@@ -16,7 +16,7 @@ import msgspec
 
 from jdisagg.errors import InvalidRequestError
 from jdisagg.plain import plain
-from jdisagg.request import MAX_RETENTION_WEIGHT, Hints, Retention
+from jdisagg.prompt.hints import MAX_RETENTION_WEIGHT, Hints, Retention
 from jdisagg.service.http.bodies import CacheControl, HintFields
 from jdisagg.service.http.fields import Fields
 

@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 
-from jdisagg.request import Hints, Request, Retention
+from jdisagg.prompt.hints import Hints, Retention
+from jdisagg.request import Request
 from jdisagg.service.http.hints import USUAL_WEIGHT
 from tests.service.chats import TEMPLATE, prompts
 from tests.service.http_doors import CHATS, MESSAGES, RESPONSES, HttpDoor, http_door, taken
