@@ -278,15 +278,9 @@ def filtered_draw(*, interpret: bool = False) -> float:
     from jdisagg.ops.sampling import SamplingRows, sample
 
     count = 16
-    row_B = jnp.arange(count, dtype=jnp.int32)
-    rows = SamplingRows(
-        temperature=jnp.full(count, 0.8, jnp.float32),
+    rows = SamplingRows.unfiltered(count, temperature=0.8)._replace(
         top_k=jnp.array([0, 1, 5, 300] * 4, jnp.int32),
         top_p=jnp.array([1.0, 0.95, 0.5, 1e-6], jnp.float32).repeat(4),
-        min_p=jnp.zeros(count, jnp.float32),
-        seed=jnp.zeros((count, 2), jnp.uint32),
-        child=row_B,
-        position=row_B,
     )
     logits_BV = _random(count, 20_000, seed=0).astype(jnp.float32)
     kernel = sample(logits_BV, rows, platform="gpu", interpret=interpret)

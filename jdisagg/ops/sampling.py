@@ -51,6 +51,20 @@ class SamplingRows(NamedTuple):
     child: jax.Array  # int32 [B]
     position: jax.Array  # int32 [B]
 
+    @classmethod
+    def unfiltered(cls, count: int, temperature: float) -> "SamplingRows":
+        """Returns rows without filters, each a child and position of its own."""
+        row_B = jnp.arange(count, dtype=jnp.int32)
+        return cls(
+            temperature=jnp.full(count, temperature, jnp.float32),
+            top_k=jnp.zeros(count, jnp.int32),
+            top_p=jnp.ones(count, jnp.float32),
+            min_p=jnp.zeros(count, jnp.float32),
+            seed=jnp.zeros((count, 2), jnp.uint32),
+            child=row_B,
+            position=row_B,
+        )
+
 
 def greedy(logits_BV: jax.Array, *, platform: str = "cpu") -> jax.Array:
     """Returns the id of each row's largest logit, int32 [B], ties to the smallest id. Returns

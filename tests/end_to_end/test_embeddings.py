@@ -79,7 +79,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("name", "mode", "prefill"), first_quick(CASES, quick=1, ci=4))
+@pytest.mark.parametrize(("name", "mode", "prefill"), first_quick(CASES, quick=0, ci=5))
 async def test_embeddings_are_those_of_transformers(
     name: str, mode: Mode, prefill: str, tmp_path: Path
 ) -> None:

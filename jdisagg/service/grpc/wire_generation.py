@@ -257,6 +257,7 @@ def _usage_to_proto(usage: Usage) -> pb.Usage:
         reasoning_tokens=usage.reasoning_tokens,
         cached_by_tier=None if tiers is None else pb.CachedTokens(**tiers.by_tier()),
         weights=[pb.WeightsTokens(version=one, tokens=count) for one, count in usage.weights],
+        created_tokens=usage.created_tokens,
     )
 
 
