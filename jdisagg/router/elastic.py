@@ -52,6 +52,9 @@ LIKE_LOAD = 0.75
 MOST_OVER = 2.0
 # Peak utilization (`PoolView.peak_use`) above which a pool is short of workers.
 FULL_USE = 0.95
+# A pool shrinks only to a size at which its use would be at most this part of the wanted use, so
+# that a load near the border of two sizes does not make it grow and shrink in turn.
+SHRINK_USE = 0.85
 # Share of the horizon's requests that a switch must gain.
 LEAST_GAIN = 0.02
 # For this long a pool that was short of workers does not give one away at a similar load.
@@ -505,6 +508,8 @@ def _highest(needs: Needs, after: float, now: float, count: int) -> Needs:
 def _count(config: ElasticConfig, pool: _Pool, since_growth: float) -> int:
     """Returns the number of workers that a pool needs now."""
     count = math.ceil(pool.load - 1e-9)
+    if count < pool.size:
+        count = min(pool.size, math.ceil(pool.load / SHRINK_USE - 1e-9))
     if pool.short and since_growth >= config.window_seconds:
         count = max(count, pool.size + 1)
     return max(count, config.least(pool.role))
