@@ -137,7 +137,6 @@ class MeshWorker(ABC):
         self._limits = limits
         self._clock = context.clock
         self._mesh = executor.limits
-        self._layout = str(config.layout)
         # of prefills alone, one chunk per stage, and one in the queue
         depth = DEPTH if decodes else executor.limits.stages + 1
         self._loop = StepLoop(
@@ -145,7 +144,7 @@ class MeshWorker(ABC):
             self._turn,
             self._apply,
             self._break_down,
-            context.clock.now,
+            self._clock.now,
             depth,
             before=lambda: self._host.copy_evicted(),
         )
@@ -178,8 +177,8 @@ class MeshWorker(ABC):
             self.counters,
             self._requests_running,
         )
-        own = self.counters, context.clock.now
-        self.weights = WeightsUpdates(self, context.weights, self._loop, *own)
+        now = self._clock.now
+        self.weights = WeightsUpdates(self, context.weights, self._loop, self.counters, now)
         self._attempts = Attempts()
         self._grammars: GrammarCompiler | None = None
         lease_seconds = limits.handoff_lease_seconds
@@ -284,7 +283,7 @@ class MeshWorker(ABC):
         common = WorkerStatus(
             name=self.name,
             role=self._role,
-            layout=self._layout,
+            layout=str(self._config.layout),
             running=0,
             waiting=len(self._admission.queue),
             slots=0,
