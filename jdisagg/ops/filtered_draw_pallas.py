@@ -2,8 +2,9 @@
 
 A kernel program for each row runs the search of `ops/sampling.py` in loops of its own, so that the
 host drives none: it finds the k-th largest logit, then repeats the race over fewer tokens until the
-winner lies in the nucleus. All it compares are given numbers, counts and sums of integers, so that
-its tokens are those of `sampling` for the same weights and scores, whatever the order of sums.
+winner lies in the nucleus. It compares scores, counts and sums of integers, so that its tokens are
+those of `sampling` whatever the order of sums. Weights are computed anew in each pass, because an
+array of them would take as much memory as the logits.
 
 `interpret=True` runs the same kernel on a CPU, for tests."""
 
@@ -56,8 +57,9 @@ def needed_shares(top_p: jax.Array, whole: jax.Array) -> jax.Array:
 
 def filtered_draw(
     logits_BV: jax.Array,
-    weight_BV: jax.Array,
     score_BV: jax.Array,
+    largest_B: jax.Array,
+    scale_B: jax.Array,
     top_k_B: jax.Array,
     top_p_B: jax.Array,
     *,
@@ -68,7 +70,8 @@ def filtered_draw(
     the smallest id.
 
     Args:
-        weight_BV: Probabilities, up to a factor for each row. Not used in rows whose top_p is 1.
+        largest_B: Each row's largest logit.
+        scale_B: 1 / temperature.
         top_k_B: 0 for no top-k.
     """
     assert triton is not None, "ask `applies` first"
@@ -78,19 +81,20 @@ def filtered_draw(
     return pl.pallas_call(
         partial(_kernel, lanes=min(lanes, pl.next_power_of_2(width))),
         grid=(batch,),
-        in_specs=[row, row, row, number, number],
+        in_specs=[row, row, number, number, number, number],
         out_specs=number,
         out_shape=jax.ShapeDtypeStruct((batch,), jnp.int32),
         compiler_params=triton.CompilerParams(num_warps=WARPS, num_stages=1),
         interpret=interpret,
         name="jdisagg_filtered_draw",
-    )(logits_BV, weight_BV, score_BV, top_k_B, top_p_B)
+    )(logits_BV, score_BV, largest_B, scale_B, top_k_B, top_p_B)
 
 
 def _kernel(
     logits_ref: Ref,
-    weight_ref: Ref,
     score_ref: Ref,
+    largest_ref: Ref,
+    scale_ref: Ref,
     top_k_ref: Ref,
     top_p_ref: Ref,
     token_ref: Ref,
@@ -98,7 +102,9 @@ def _kernel(
     lanes: int,
 ) -> None:
     (width,) = logits_ref.shape
-    top_k, top_p = top_k_ref[...], top_p_ref[...]
+    largest, scale, top_k, top_p = (
+        ref[...] for ref in (largest_ref, scale_ref, top_k_ref, top_p_ref)
+    )
     first_N = jnp.arange(lanes, dtype=jnp.int32)
 
     def sweep(step: Callable[[jax.Array, State], State], start: State) -> State:
@@ -107,8 +113,8 @@ def _kernel(
 
         return lax.fori_loop(0, pl.cdiv(width, lanes), body, start)
 
-    def read(ref: Ref, id_N: jax.Array, other: float = -np.inf) -> jax.Array:
-        return triton.load(ref.at[id_N], mask=id_N < width, other=other)
+    def read(ref: Ref, id_N: jax.Array) -> jax.Array:
+        return triton.load(ref.at[id_N], mask=id_N < width, other=-np.inf)
 
     some = (top_k > 0) & (top_k < width)
     least = lax.cond(
@@ -134,7 +140,8 @@ def _kernel(
     def in_nucleus(token: jax.Array) -> jax.Array:
         def kept(id_N: jax.Array) -> tuple[jax.Array, jax.Array]:
             logit_N = read(logits_ref, id_N)
-            return logit_N, jnp.where(logit_N >= least, read(weight_ref, id_N, 0.0), 0.0)
+            weight_N = jnp.exp((logit_N - largest) * scale)
+            return logit_N, jnp.where(logit_N >= least, weight_N, 0.0)
 
         total = jnp.sum(sweep(lambda id_N, sum_N: sum_N + kept(id_N)[1], jnp.zeros((lanes,))))
         unit = unit_of(total)

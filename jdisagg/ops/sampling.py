@@ -107,8 +107,7 @@ def sample(
         return selection.argmax(scores(weight_BV), in_blocks=traits.argmax_in_blocks)
 
     def filtered() -> jax.Array:
-        weight_BV = weights()
-        arrays = logits_BV, weight_BV, scores(weight_BV), top_k_B, top_p_B
+        arrays = logits_BV, scores(weights()), largest_B, scale_B, top_k_B, top_p_B
         return filtered_draw_pallas.filtered_draw(*arrays, interpret=interpret)
 
     if traits.kernels == "gpu" and filtered_draw_pallas.applies():

@@ -76,8 +76,9 @@ def test_the_number_of_lanes_changes_no_token(lanes: int) -> None:
     rows = rows_of(3)
     arrays = (
         jnp.asarray(logits_BV),
-        jnp.exp(jnp.asarray(logits_BV - logits_BV.max(1, keepdims=True))),
         jnp.asarray(random.random((ROWS, WIDTH)).astype(np.float32)),
+        jnp.asarray(logits_BV.max(axis=1)),
+        jnp.ones(ROWS, jnp.float32),
         rows.top_k,
         rows.top_p,
     )
@@ -85,14 +86,13 @@ def test_the_number_of_lanes_changes_no_token(lanes: int) -> None:
     expected = np.asarray(jax.jit(draw)(*arrays))
     assert np.asarray(jax.jit(partial(draw, lanes=lanes))(*arrays)).tolist() == expected.tolist()
     for row, (token, k, p) in enumerate(zip(expected, rows.top_k, rows.top_p, strict=True)):
-        assert token == by_sorting(*(np.asarray(array[row]) for array in arrays[:3]), int(k), p)
+        scores = np.asarray(arrays[1][row])
+        assert token == by_sorting(logits_BV[row], scores, int(k), float(p))
 
 
-def by_sorting(
-    logits: np.ndarray, weights: np.ndarray, scores: np.ndarray, k: int, p: float
-) -> int:
+def by_sorting(logits: np.ndarray, scores: np.ndarray, k: int, p: float) -> int:
     """Returns the token by Python's integers, which have no limit."""
-    kept = np.full(WIDTH, True)
+    kept, weights = np.full(WIDTH, True), np.exp(logits - logits.max())
     if 0 < k < WIDTH:
         kept = logits >= np.sort(logits)[-k]
     if p < 1:
@@ -102,7 +102,7 @@ def by_sorting(
         order = np.argsort(-logits)
         before = np.concatenate([[0], np.cumsum(np.array(parts, object)[order])[:-1]])
         inside = np.full(WIDTH, False)
-        inside[order] = (before == 0) | (before < float(p) * sum(parts))
+        inside[order] = (before == 0) | (before < p * sum(parts))
         kept &= inside
     return int(np.argmax(np.where(kept, scores, -np.inf)))
 
