@@ -1,4 +1,4 @@
-"""What a client may tell about a request beside its prompt, for the prefix cache and the router."""
+"""What a client states about a request beside its prompt, for the prefix cache and the router."""
 
 from jdisagg.errors import InvalidRequestError
 from jdisagg.plain import plain

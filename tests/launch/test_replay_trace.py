@@ -11,7 +11,7 @@ import pytest
 import pytest_asyncio
 
 from jdisagg.errors import ConfigError, WorkloadError
-from jdisagg.messages.step_commands import PrefillChunk
+from jdisagg.messages.step_commands import PrefillChunk, StepResult
 from jdisagg.node.commands.trace_sender import PromptMaker, ReplayProgress, TraceSender
 from jdisagg.simulator.workloads import Arrival, Fixed, poisson
 from tests.end_to_end.clusters import config
@@ -122,16 +122,24 @@ async def test_twice_the_speed_halves_the_times_at_which_requests_are_due(door: 
 @pytest.mark.ci
 @pytest.mark.asyncio(loop_scope="module")
 async def test_a_request_that_cannot_make_its_deadline_is_an_outcome_and_not_an_end_of_the_replay(
-    door: Served,
+    door: Served, monkeypatch: pytest.MonkeyPatch
 ):
-    door.prefill.close()
+    assert door.run.cluster.prefill is not None
+    executor, opened = door.run.cluster.prefill.executor, asyncio.Event()
+    run = executor.run
+
+    async def later(result: "asyncio.Future[StepResult]") -> StepResult:
+        await opened.wait()
+        return await result
+
+    monkeypatch.setattr(executor, "run", lambda command: asyncio.ensure_future(later(run(command))))
     replay = asyncio.create_task(
         TraceSender(door.client, maker(door), name="late").run(
             [Arrival(0, 9, 3, deadline=0.3), Arrival(0, 9, 3)]
         )
     )
     await asyncio.sleep(0.6)
-    door.prefill.open()
+    opened.set()
     late, fine = await replay
     seen = (late.end, late.output_tokens, late.first_token, late.gaps)
     assert seen == ("deadline", 0, None, None) and late.reason

@@ -9,8 +9,8 @@ from jdisagg.assembly import Worker
 from jdisagg.clock import MonotonicClock
 from jdisagg.errors import ConfigError, IncompatiblePeerError
 from jdisagg.messages.ports import HandoffSource, PeerHello
-from jdisagg.node import worker as node_worker
 from jdisagg.node.peer_ports import PeerPorts
+from jdisagg.node.worker import WorkerRuntime
 from jdisagg.service.internal.connection import Credentials
 from jdisagg.settings.timeouts import CallTimeouts
 from tests.launch.role_lives import DECODE, PREFILL, worker
@@ -25,11 +25,9 @@ async def test_what_a_worker_says_of_its_results_decides_whom_it_meets(
     for name, path in files.items():
         path.write_text(name)
     built: list[Worker] = []
-    build = node_worker.build_worker
+    build = WorkerRuntime._worker
     monkeypatch.setattr(
-        node_worker,
-        "build_worker",
-        lambda *args, **more: built.append(build(*args, **more)) or built[-1],
+        WorkerRuntime, "_worker", lambda *args: built.append(build(*args)) or built[-1]
     )
     hellos: list[PeerHello] = []
     ports = PeerPorts(Credentials(), MonotonicClock(), CallTimeouts())
