@@ -11,9 +11,9 @@ END_TO_END = Path(__file__).resolve().parent / "end_to_end"
 FREE = {"directory", "dtype", "limits", "warm_up", "speculate", "steps", "prefill", "decode"}
 PRESETS = {"FEW_PAGES", "FAMILY", "SEEING"}
 OTHERS = {
+    "family_storms.py": "few pages for models with short contexts",
     "pictures.py": "chunks that begin within an image",
     "test_bad_input.py": "compiles nothing",
-    "test_families_in_storms.py": "few pages for models with short contexts",
     "test_kv_dtype.py": "prompts of several chunks, whose roundings are compared",
     "test_layouts.py": "layouts, pages and chunks",
     "test_serve_comes_back.py": "the fewest programs that a start can compile",

@@ -58,12 +58,12 @@ from jdisagg.grammar.chat_answers import (
 from jdisagg.grammar.compiler import GrammarCompiler
 from jdisagg.messages.ports import close_stream
 from jdisagg.messages.worker_status import WorkerStatus
+from jdisagg.prompt.hints import Hints
 from jdisagg.request import (
     MAX_ALLOWED_TOKENS,
     MAX_LOGIT_BIAS,
     MAX_STOP_TOKEN_IDS,
     Grammar,
-    Hints,
     Request,
     Resumption,
     SamplingOptions,

@@ -117,15 +117,15 @@ class ChunkAttention:
             seen = [as_read(part, k_TKH.dtype) for part in kept]
             v_TKH, v_pages = (None, None) if how.get("latent") else (seen[1], written[1])
             i_pages = None if index is None else written[-1]
-            how["index"] = index and index._replace(keys_T1D=seen[-1])
             chunk, rows = self._chunk, self._chunk.sampling_R.shape[0]
             if rows_alone and not q_TNH.shape[0]:
                 return q_TNH
             follows = how.pop("follows", False)
             options = cast(AttentionOptions, how)
+            options["index"] = index and index._replace(keys_T1D=seen[-1])
             if rows_alone:
                 if follows:
-                    how["index"], i_pages = self._index_of_rows()
+                    options["index"], i_pages = self._index_of_rows()
                 at_R = jnp.take(chunk.positions_T, chunk.sampling_R, mode="clip")
                 return paged_attention(
                     q_TNH,
@@ -139,7 +139,7 @@ class ChunkAttention:
                 )
             where = chunk.segment_T, chunk.positions_T
             past = self._past(places.table_RN, written[0], v_pages, i_pages)
-            if (index := how["index"]) is not None and not index.block:
+            if (index := options["index"]) is not None and not index.block:
                 assert i_pages is not None
                 chosen = choose_in_chunk(index, *where, past, platform=platform)
                 self._selection = _Selection(index, i_pages, chosen)

@@ -64,15 +64,15 @@ class StepAttention:
         self, q_TNH: jax.Array, written: LayerPages, places: _Places, how: AttendOptions
     ) -> jax.Array:
         step, positions_BQ, index = self._step, self._positions_BQ, how.get("index")
-        how, table_BN = how.copy(), places.table_BN[: positions_BQ.shape[0]]
+        options, table_BN = how.copy(), places.table_BN[: positions_BQ.shape[0]]
+        follows = options.pop("follows", False)
         platform = self._platform
         if index is not None:
-            how["index"] = index = index.of_queries(partial(_slot_rows, step))
+            options["index"] = index = index.of_queries(partial(_slot_rows, step))
         if index is not None and not index.block:
             where = written[-1], table_BN, positions_BQ
             self._selected = paged_selection(index, *where, platform=platform)
-            how["index"], how["follows"] = None, True
-        follows = how.pop("follows", False)
+            options["index"], follows = None, True
         o_TNH = paged_attention(
             _slot_rows(step, q_TNH),
             written[0],
@@ -82,7 +82,7 @@ class StepAttention:
             index_pages_PKSH=None if index is None else written[-1],
             selected=self._selected if follows else None,
             platform=platform,
-            **cast(AttentionOptions, how),
+            **cast(AttentionOptions, options),
         )
         if not step.drafts:
             return o_TNH

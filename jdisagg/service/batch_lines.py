@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from jdisagg.errors import ConfigError, UnavailableError
+from jdisagg.errors import ConfigError, UnavailableError, first_error
 
 ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings")
 MAX_ID_CHARACTERS = 512
@@ -230,4 +230,4 @@ async def send_lines(
             for _ in range(at_once):
                 group.create_task(send())
     except BaseExceptionGroup as failed:
-        raise failed.exceptions[0] from None
+        raise first_error(failed) from None

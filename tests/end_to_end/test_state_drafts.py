@@ -9,21 +9,17 @@ import pytest
 
 from jdisagg.config import Mode, PrefixConfig
 from jdisagg.request import Request
-from tests.end_to_end import test_families_in_storms
 from tests.end_to_end.clusters import Running, golden_copy, golden_greedy, running
 from tests.end_to_end.drafts import KnowingDrafter, counted, learn, speculating
+from tests.end_to_end.family_storms import alone_and_crowded, mixed_requests, streams
 from tests.end_to_end.short_turns import Talk
-from tests.end_to_end.two_decoders import LEASES, TwoDecoders, storm
+from tests.end_to_end.two_decoders import TwoDecoders, storm
 from tests.fakes.cluster import Collected
 from tests.lanes import first_ci
 from tests.models.next_token_checkpoints import with_next_token_layer
 from tests.shapes import FAMILY, config
 
 BLOCK = 16
-
-
-def streams(done: list[Collected]) -> list[object]:
-    return [(one.tokens, one.finish) for one in done]
 
 
 @pytest.mark.ci
@@ -50,17 +46,12 @@ async def test_a_storm_changes_no_stream(
     if source == "mtp":
         directory = with_next_token_layer(directory, tmp_path, mtp=True)
     whole = [*prompt, *greedy]
-    sizes = {"directory": directory, "context": 128, "slots": 6, "chunk": 32}
-    alone = config(Mode.UNIFIED, **sizes)  # type: ignore[arg-type]
-    crowded = config(
-        prefill=prefill, decode=decode, decode_page=4, pages=34, growth=1, limits=LEASES, **sizes
-    )  # type: ignore[arg-type]
-    crowded = replace(crowded, prefix=PrefixConfig(True, BLOCK, host_gib=0.1, restores="always"))
+    alone, crowded = alone_and_crowded(directory, prefill, decode)
     if source == "mtp":
         crowded = replace(crowded, prefill=replace(crowded.prefill, speculate=source))
 
     def asked(run: Running) -> list[Request]:
-        return test_families_in_storms.mixed_requests(run, whole)
+        return mixed_requests(run, whole)
 
     async with running(alone, first_device=4) as run:
         done = [await run.complete(request) for request in asked(run)]

@@ -3,27 +3,31 @@
 A score is the probability of yes, of yes and no alone, as the first token of the answer. Only a
 prefill is needed. The query precedes the document, so that its KV is shared by all documents."""
 
-import asyncio
 import math
 import secrets
 import time
 from collections.abc import Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import msgspec
 
 from jdisagg.dispatch.frontend import Frontend
 from jdisagg.dispatch.prompts import BareText, TokenPrompt
-from jdisagg.errors import InvalidRequestError, first_error
+from jdisagg.errors import InvalidRequestError
 from jdisagg.request import TokenLogprobs, at_most
 from jdisagg.service.http.bodies import PromptOnly, Rerank, Score
-from jdisagg.service.http.errors import HttpRefusal
 from jdisagg.service.http.exchange import Exchange
-from jdisagg.service.http.fields import F, Fields
-from jdisagg.service.http.generation import IGNORED, check_model
-from jdisagg.service.http.requests import ignored_header
+from jdisagg.service.http.fields import F
+from jdisagg.service.http.prompt_requests import (
+    all_of,
+    list_ignored,
+    not_served,
+    prompt_request,
+    read_prompt_only,
+    usage_of_prompts,
+)
 
 MAX_PAIRS = 1024
 AT_ONCE = 32
@@ -71,12 +75,13 @@ class Reranker:
         self._limit_bytes = limit_bytes
 
     async def rerank(self, exchange: Exchange) -> None:
-        fields, sent, asked = await self._read(exchange, Rerank)
+        sent, form, asked = await self._read(exchange, Rerank)
         documents = _texts(asked.documents, "documents")
         if asked.top_n is not None and asked.top_n < 1:
             raise InvalidRequestError(f"top_n must be at least 1, got {asked.top_n}")
         instruct = asked.instruct or asked.instruction
-        scored = await self._scored(sent, [(asked.query, one) for one in documents], instruct)
+        pairs = [(asked.query, one) for one in documents]
+        scored = await self._scored(sent, form, pairs, instruct)
         order = sorted(range(len(scored)), key=lambda at: -scored[at].score)
         results = [
             {"index": at, "relevance_score": scored[at].score}
@@ -84,10 +89,10 @@ class Reranker:
             for at in order[: asked.top_n]
         ]
         name = f"rerank-{secrets.token_hex(16)}"
-        await self._reply(exchange, fields, scored, {"id": name, "results": results})
+        await self._reply(exchange, sent, scored, {"id": name, "results": results})
 
     async def score(self, exchange: Exchange) -> None:
-        fields, sent, asked = await self._read(exchange, Score)
+        sent, form, asked = await self._read(exchange, Score)
         first, second = _texts(asked.text_1, "text_1"), _texts(asked.text_2, "text_2")
         if len(first) == 1:
             first = first * len(second)
@@ -96,35 +101,29 @@ class Reranker:
                 f"text_1 has {len(first)} texts, and text_2 has {len(second)}; send one, or as many"
             )
         pairs = list(zip(first, second, strict=True))
-        scored = await self._scored(sent, pairs, asked.instruct or asked.instruction)
+        scored = await self._scored(sent, form, pairs, asked.instruct or asked.instruction)
         data = [
             {"index": at, "object": "score", "score": one.score} for at, one in enumerate(scored)
         ]
         name = f"score-{secrets.token_hex(16)}"
         shown = {"id": name, "object": "list", "created": int(time.time()), "data": data}
-        await self._reply(exchange, fields, scored, shown)
+        await self._reply(exchange, sent, scored, shown)
 
-    async def _read(self, exchange: Exchange, form: type[F]) -> tuple[Fields, PromptOnly, F]:
-        fields = Fields.of(await exchange.body(self._limit_bytes))
-        exchange.fields = fields.names
-        sent = fields.fill(PromptOnly)
-        check_model(sent.model, self._frontend)
-        self._found_form()
-        asked = fields.fill(form)
-        if ignored := ignored_header(fields):
-            exchange.reply_headers.append((IGNORED, ignored))
-        return fields, sent, asked
+    async def _read(self, exchange: Exchange, body: type[F]) -> tuple[PromptOnly, RerankForm, F]:
+        fields, sent = await read_prompt_only(exchange, self._limit_bytes, self._frontend)
+        form, asked = self._found_form(), fields.fill(body)
+        list_ignored(exchange, fields)
+        return sent, form, asked
 
     async def _reply(
         self,
         exchange: Exchange,
-        fields: Fields,
+        sent: PromptOnly,
         scored: Sequence[_Scored],
         shown: dict[str, object],
     ) -> None:
-        tokens = sum(one.tokens for one in scored)
-        usage = {"prompt_tokens": tokens, "total_tokens": tokens}
-        named = {"model": fields.fill(PromptOnly).model or self._frontend.model.name}
+        usage = usage_of_prompts(sum(one.tokens for one in scored))
+        named = {"model": sent.model or self._frontend.model.name}
         await exchange.reply(_encode(shown | named | {"usage": usage}))
 
     def _found_form(self) -> RerankForm:
@@ -133,19 +132,20 @@ class Reranker:
         if kind == "auto":
             kind = "qwen3" if "rerank" in name.lower() else "none"
         if kind not in FORMS:
-            raise HttpRefusal(
+            raise not_served(
                 f"model {name!r} is not a reranker: it generates text; serve a reranker, or set"
-                " service.reranker",
-                404,
-                "not_found",
+                " service.reranker"
             )
         return FORMS[kind]
 
     async def _scored(
-        self, sent: PromptOnly, pairs: Sequence[tuple[str, str]], instruct: str | None
+        self,
+        sent: PromptOnly,
+        form: RerankForm,
+        pairs: Sequence[tuple[str, str]],
+        instruct: str | None,
     ) -> list[_Scored]:
         at_most("pairs of texts", len(pairs), MAX_PAIRS)
-        form = self._found_form()
         before, after, yes, no = [
             await self._frontend.tokenize(BareText(text))
             for text in (form.before, form.after, form.yes, form.no)
@@ -155,7 +155,7 @@ class Reranker:
                 f"model {self._frontend.model.name!r} has no single tokens for {form.yes!r} and"
                 f" {form.no!r}; serve a reranker"
             )
-        room, answers = asyncio.Semaphore(AT_ONCE), (yes[0], no[0])
+        answers = yes[0], no[0]
 
         async def one(query: str, document: str) -> _Scored:
             text = form.pair.format(
@@ -166,34 +166,22 @@ class Reranker:
             ids = await self._frontend.tokenize(BareText(text))
             most = self._frontend.model.context_tokens - 1 - len(before) - len(after)
             prompt = (*before, *ids[:most], *after)  # the document is cut
-            async with room:
-                return await self._score(sent, prompt, answers)
+            return await self._score(sent, prompt, answers)
 
-        try:
-            async with asyncio.TaskGroup() as group:
-                tasks = [group.create_task(one(*pair)) for pair in pairs]
-        except BaseExceptionGroup as failed:
-            raise first_error(failed) from None
-        return [task.result() for task in tasks]
+        return await all_of([one(*pair) for pair in pairs], AT_ONCE)
 
     async def _score(
         self, sent: PromptOnly, prompt: tuple[int, ...], answers: tuple[int, int]
     ) -> _Scored:
-        request = await self._frontend.build_request(
+        request = await prompt_request(
+            self._frontend,
+            sent,
             TokenPrompt(prompt),
-            deadline_seconds=sent.deadline_seconds,
-            tenant=sent.tenant,
-            priority=sent.priority,
-            cache_salt=sent.cache_salt,
-            model=sent.model,
-            max_tokens=1,
-            temperature=0.0,
-            ignore_eos=True,
             logprobs=len(answers),
             logit_bias=dict.fromkeys(answers, _BIAS),
         )
         found: list[TokenLogprobs] = []
-        async with aclosing(self._frontend.stream(replace(request, prefill_only=True))) as events:
+        async with aclosing(self._frontend.stream(request)) as events:
             async for event in events:
                 found += event.logprobs
         values = dict(found[0].top)
