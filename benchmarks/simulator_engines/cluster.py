@@ -19,7 +19,6 @@ from jdisagg.simulator.executor import SimulatedExecutor
 from jdisagg.simulator.fleet import Fleet
 from jdisagg.simulator.run import Result
 from jdisagg.simulator.workloads import Arrival
-from jdisagg.worker.prefill_worker import PrefillWorker
 
 
 class StudyCluster(SimulatedCluster):
@@ -46,7 +45,7 @@ class StudyCluster(SimulatedCluster):
     def _between(self, worker: Worker, caller: Worker | None) -> Sequence[object]:
         if caller is not None or not self._study.late_reservation:
             return ()
-        if isinstance(worker, PrefillWorker):
+        if not worker.role.decodes:
             return (self._computed,)
         return (DeferredReservation(self._computed, worker.name, self.new_id),)
 

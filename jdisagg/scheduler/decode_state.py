@@ -11,7 +11,7 @@ free."""
 import bisect
 from collections import Counter
 
-from jdisagg.request import FinishReason, Identity
+from jdisagg.request import FinishReason
 from jdisagg.scheduler.adapter_table import AdapterTable
 from jdisagg.scheduler.executor import MeshLimits
 from jdisagg.scheduler.handoff import HandoffEvent, HandoffState, sweep
@@ -57,7 +57,6 @@ class DecodeState:
         self.living = [0] * limits.ranks  # number of unfinished children
         # keys of children that will need more pages than they have
         self.growing: list[set[int]] = [set() for _ in range(limits.ranks)]
-        self._named: dict[Identity, list[SequenceGroup]] = {}
         self._priorities: Counter[int] = Counter()  # number of groups by priority
         self.news: list[ChildProgress] = []
         self.preemptions = 0
@@ -74,12 +73,7 @@ class DecodeState:
         self.living[group.rank] += len(group.children)
         for child in group.children:
             self.note_pages(child)
-        self._named.setdefault(group.request.identity, []).append(group)
         self._priorities[group.request.priority] += 1
-
-    def groups_of(self, identity: Identity) -> list[SequenceGroup]:
-        """A request may have several groups, for different attempts and children."""
-        return list(self._named.get(identity, ()))
 
     def advance(self, group: SequenceGroup, event: HandoffEvent, deadline: float) -> None:
         """The transfer is aborted if it stays in the new state after `deadline`."""
@@ -307,10 +301,6 @@ class DecodeState:
         self._priorities[priority] -= 1
         if not self._priorities[priority]:
             del self._priorities[priority]
-        same = self._named[group.request.identity]
-        same.remove(group)
-        if not same:
-            del self._named[group.request.identity]
         # breaks a reference cycle, so that memory is freed without the garbage collector
         group.children = []
         decoding = group.handoff.state is HandoffState.DECODING

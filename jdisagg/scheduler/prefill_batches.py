@@ -8,7 +8,8 @@ Invariants: a prompt's rows are issued in order and without gap after its cached
 is sampled only in the prompt's last row; a rank has at most one partly issued prompt of each
 priority, not counting those in `held`."""
 
-from collections.abc import Callable, Collection, Sequence
+import itertools
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Protocol
 
 import msgspec
@@ -44,6 +45,9 @@ class PrefillBatches:
         self._new_id = new_id
         self._snapshot = snapshot
         self._queues: list[list[Prompt]] = [[] for _ in range(limits.ranks)]
+
+    def __iter__(self) -> Iterator[Prompt]:
+        return itertools.chain.from_iterable(self._queues)
 
     def __len__(self) -> int:
         return sum([len(queue) for queue in self._queues])

@@ -21,6 +21,7 @@ class Prompt:
         key: Identifies the prompt on its worker, and owns its pages.
         destination: Decode worker to which the KV is sent; empty if it stays.
         since: Time from which the prompt counts as waiting, if not from its arrival.
+        decodes: Whether its answer is generated on this mesh. Otherwise its KV is sent.
         computes: Whether this mesh computes the uncached tokens. At least one token is then treated
             as uncached.
         chain: Names (hashes) of the full blocks; empty if no cached blocks may be used.
@@ -47,6 +48,7 @@ class Prompt:
     arrival: float
     attempt: int = 1
     computes: bool = True
+    decodes: bool = True
     since: float | None = None
     destination: str = ""
     chain: Chain = ()

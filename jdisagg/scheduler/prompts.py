@@ -1,4 +1,4 @@
-"""The prompts of one mesh that computes prompts, on prefill workers and on decode workers.
+"""The prompts of one mesh, whether they are computed there or elsewhere.
 
 A prompt is looked up in the prefix cache when it arrives. If an earlier prompt is about to compute
 blocks that it needs, it waits for these blocks (`scheduler/shared_prompts.py`). When it has pages,
@@ -93,6 +93,10 @@ class Prompts:
                 [kept.cached_tokens(rank, prompt.useful, most, True) for rank in ranks]
             )
 
+    def expect(self, prompt: Prompt, known_tokens: int) -> None:
+        """Counts the prompt as work to come, except for its first `known_tokens` positions."""
+        self.backlog.add(prompt.key, prompt.tokens, known_tokens, prompt.priority)
+
     def follows(self, prompt: Prompt) -> int:
         """Looks a prompt up. If another prompt will compute blocks of it, and waiting for them is
         faster than computing them, the prompt waits. Then returns the number of its leading
@@ -160,6 +164,11 @@ class Prompts:
         """The prompts that have pages to be computed in."""
         return [one for one in self._prompts.values() if one.rank >= 0]
 
+    @property
+    def queued(self) -> list[Prompt]:
+        """The prompts that are queued for chunks."""
+        return list(self._batches)
+
     def stall_those_to(self, destinations: Collection[str]) -> set[int]:
         """Lets no prompt wait for prompts to these destinations. Returns their keys."""
         stalled = {key for key, one in self._prompts.items() if one.destination in destinations}
@@ -193,7 +202,7 @@ class Prompts:
         prompt.snapshots = () if windows else wanted
         prompt.images = prompt.request.scoped_images
         self._batches.add(prompt)
-        self.backlog.add(key, prompt.tokens, cached_tokens, prompt.priority)
+        self.expect(prompt, cached_tokens)
         self._shared.started(key)
 
     def withdraw(self, key: int) -> None:

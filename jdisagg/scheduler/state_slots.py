@@ -43,9 +43,6 @@ class StateSlots:
     def total_by_rank(self) -> tuple[int, ...]:
         return self._totals
 
-    def has_room(self, rank: int, sequences: int) -> bool:
-        return not self._each or self.free_slots(rank) >= sequences
-
     def take(self, rank: int, owner: int) -> None:
         """Assigns a slot to an owner. The caller must have checked that a slot is free."""
         if not self._each:

@@ -11,7 +11,7 @@
 A mesh that does not decode has no sequences: its turns grant pages and issue chunks, and leave out
 what goes to decode workers that fetch too slowly.
 
-A turn changes the scheduler's own state, and nothing else. The worker (`worker/mesh_worker.py`)
+A turn changes the scheduler's own state, and nothing else. The worker (`worker/worker.py`)
 takes a turn after each event, also while enough commands are in flight, so that no grant waits for
 a step to end. It then carries the turn out: copies are issued before the command."""
 
@@ -22,7 +22,7 @@ import msgspec
 
 from jdisagg.config import InstanceConfig
 from jdisagg.messages.step_commands import DecodeSteps, StepCommand
-from jdisagg.messages.worker_status import WorkerRole
+from jdisagg.messages.worker_status import PriorityLoad, WorkerRole
 from jdisagg.scheduler.admission import Admission, StateCopies, stalled_destinations
 from jdisagg.scheduler.decode_batches import DecodeBatches
 from jdisagg.scheduler.decode_state import DecodeState
@@ -117,16 +117,15 @@ class Scheduler:
         clock: Callable[[], float],
         counters: Counters,
     ) -> None:
-        limits, decodes = state.limits, role is not WorkerRole.PREFILL
-        computes = role is not WorkerRole.DECODE or limits.append_buckets
+        limits = state.limits
+        computes = role.sends or limits.append_buckets
         self.chunk_tokens = limits.computed.chunk_buckets[-1] if computes else 0
         self.prompts = prompts = Prompts(state, ids, counters)
-        self.admission = Admission(
-            state, prompts, decodes, config.growth_tokens, config.ahead_sequences
-        )
+        self.admission = Admission(state, prompts, config.growth_tokens, config.ahead_sequences)
         self.batches = DecodeBatches.of(state, config, spans, clock)
         self._state = state
-        self._decodes = decodes
+        self._decodes = role.decodes
+        self._counters = counters
         self._spans = spans
         self._alternates = limits.pack_tokens is None
         self._prefilled_last = False
@@ -236,3 +235,23 @@ class Scheduler:
             self._times.took(sequences, chunk_tokens, seconds / command.steps)
         if self.chunk_tokens:
             self.prompts.step_ended()
+        self._count_drafts()
+
+    def _count_drafts(self) -> None:
+        every, counters = self.batches.forced_tokens, self._counters
+        if every and (forced := every - counters["forced_tokens"]):
+            counters.add("forced_tokens", forced)
+        for source, drafted, accepted in self.batches.take_drafts():
+            counters.add("drafted_tokens", drafted, source=source)
+            counters.add("accepted_tokens", accepted, source=source)
+
+    def loads(self) -> tuple[PriorityLoad, ...]:
+        """Returns the load by priority."""
+        held, queued = self._state.priorities(), self.prompts.backlog.by_priority()
+        waiting = self.admission.priorities()
+        return tuple(
+            [
+                PriorityLoad(one, *held.get(one, (0, 0)), waiting.get(one, 0), queued.get(one, 0))
+                for one in sorted({*held, *waiting, *queued})
+            ]
+        )

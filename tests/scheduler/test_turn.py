@@ -35,12 +35,12 @@ class Mesh:
             clock=lambda: 0.0,
             counters=Counters(),
         )
-        self.step = 0
+        self.decodes, self.step = role.decodes, 0
 
     def asks(self, number: int, tokens: int = 8, priority: int = 0, to: str = "") -> Prompt:
         request = replace(toy_request(number, tokens, max_tokens=20), priority=priority)
         prompt = replace(waiting(self.state, request, number), destination=to)
-        prompt.computes = bool(to)
+        prompt.decodes, prompt.computes = self.decodes, bool(to)
         self.scheduler.admission.enqueue(self.scheduler.prompts.begin(prompt))
         return prompt
 
