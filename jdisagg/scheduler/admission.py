@@ -26,10 +26,9 @@ from jdisagg.scheduler.executor import sequences_ahead
 from jdisagg.scheduler.handoff import Handoff, HandoffState
 from jdisagg.scheduler.page_ledger import pages_for
 from jdisagg.scheduler.priorities import YieldingSequence, to_preempt
-from jdisagg.scheduler.prompt import Prompt
 from jdisagg.scheduler.prompts import Prompts
 from jdisagg.scheduler.residency import Chain
-from jdisagg.scheduler.sequences import Sequence, SequenceGroup, Stage, sample_spec
+from jdisagg.scheduler.sequences import Prompt, Sequence, SequenceGroup, Stage, sample_spec
 
 # stages in which a sequence has pages and may lose them
 _HOLDING = (Stage.RESERVED, Stage.READY, Stage.RUNNING)

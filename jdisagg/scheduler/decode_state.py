@@ -16,10 +16,9 @@ from jdisagg.scheduler.adapter_table import AdapterTable
 from jdisagg.scheduler.executor import MeshLimits
 from jdisagg.scheduler.handoff import HandoffEvent, HandoffState, sweep
 from jdisagg.scheduler.page_ledger import PageLedger, pages_for
-from jdisagg.scheduler.prompt_room import PromptRoom
+from jdisagg.scheduler.prompt_room import PromptRoom, snapshots_of
 from jdisagg.scheduler.residency import BlockNames, Chain, Residency
 from jdisagg.scheduler.sequences import ChildProgress, Sequence, SequenceGroup, Stage
-from jdisagg.scheduler.state_slots import snapshots_of
 
 
 class DecodeState:

@@ -18,7 +18,7 @@ from jdisagg.messages.step_commands import OfferSpec, PrefillChunk, PrefillRow
 from jdisagg.prompt.images import shift_before, within
 from jdisagg.scheduler.blocks import merged_block, padded, split_blocks
 from jdisagg.scheduler.executor import MeshLimits
-from jdisagg.scheduler.prompt import Prompt
+from jdisagg.scheduler.sequences import Prompt
 
 
 class PrefillBatches:

@@ -5,14 +5,17 @@ blocks that it needs, it waits for these blocks (`scheduler/shared_prompts.py`).
 it is queued for chunks (`scheduler/prefill_batches.py`). The blocks of a chunk are cached when the
 chunk is issued, because commands run in order."""
 
-from collections.abc import Callable, Collection
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Iterable
 
-from jdisagg.errors import OverloadedError
+from jdisagg.errors import HandoffError, OverloadedError
+from jdisagg.messages.ports import Child
 from jdisagg.messages.step_commands import PrefillChunk, PrefillResult, SampleSpec
+from jdisagg.request import Identity, Request
 from jdisagg.scheduler.backlog import Backlog
 from jdisagg.scheduler.decode_state import DecodeState
 from jdisagg.scheduler.prefill_batches import PrefillBatches
-from jdisagg.scheduler.prompt import Prompt
+from jdisagg.scheduler.sequences import Prompt
 from jdisagg.scheduler.shared_prompts import ChunkTimes, SharedPrompts, waiting_pays
 from jdisagg.telemetry import Counters
 
@@ -271,3 +274,30 @@ class Prompts:
 
     def step_ended(self) -> None:
         self._steps_waited = self._steps_waited + 1 if self._batches else 0
+
+
+class Attempts:
+    """The latest attempt number of each (request, child), so that calls of earlier attempts can be
+    refused. An entry expires when no earlier attempt can hold a lease any more."""
+
+    def __init__(self) -> None:
+        # least recently seen first
+        self._seen: OrderedDict[tuple[Identity, int], tuple[int, float]] = OrderedDict()
+
+    def take(self, request: Request, children: Iterable[Child], attempt: int, now: float) -> None:
+        """Records an attempt. Raises HandoffError if a later attempt was recorded."""
+        keys = [(request.identity, child.index) for child in children]
+        for key in keys:
+            latest, _ = self._seen.get(key, (attempt, now))
+            if attempt < latest:
+                raise HandoffError(
+                    f"request {request.request_id!r}, child {key[1]}: attempt {attempt} comes after"
+                    f" attempt {latest}; it is ignored"
+                )
+        for key in keys:
+            self._seen[key] = (attempt, now)
+            self._seen.move_to_end(key)
+
+    def forget_before(self, instant: float) -> None:
+        while self._seen and next(iter(self._seen.values()))[1] < instant:
+            self._seen.popitem(last=False)

@@ -26,11 +26,9 @@ from jdisagg.messages.worker_status import PriorityLoad, WorkerRole
 from jdisagg.scheduler.admission import Admission, StateCopies, stalled_destinations
 from jdisagg.scheduler.decode_batches import DecodeBatches
 from jdisagg.scheduler.decode_state import DecodeState
-from jdisagg.scheduler.mixed_times import MixedTimes
-from jdisagg.scheduler.prompt import Prompt
 from jdisagg.scheduler.prompts import Prompts
-from jdisagg.scheduler.sequences import ChildProgress, SequenceGroup
-from jdisagg.scheduler.step_policy import Action, StepSnapshot, next_step
+from jdisagg.scheduler.sequences import ChildProgress, Prompt, SequenceGroup
+from jdisagg.scheduler.step_policy import Action, MixedTimes, StepSnapshot, next_step
 from jdisagg.telemetry import Counters
 
 CHUNKS_OFFERED = 4

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from jdisagg.messages.worker_status import KeptTier
 from jdisagg.scheduler.executor import MeshLimits
 from jdisagg.scheduler.kept_view import KeptBlock, kept_blocks, kept_tiers
-from jdisagg.scheduler.prompt import Prompt
+from jdisagg.scheduler.sequences import Prompt
 from jdisagg.telemetry import Counters
 from jdisagg.worker.given_kv import GivenKv
 from jdisagg.worker.kv_sources import KvSources, RestoredBlocks

@@ -22,13 +22,13 @@ from jdisagg.messages.ports import Child, FetchCall, FetchReply, PeerHello, Peer
 from jdisagg.messages.step_commands import StepCommand, StepResult
 from jdisagg.messages.worker_status import WorkerRole, WorkerStatus
 from jdisagg.request import Request
-from jdisagg.scheduler.attempts import Attempts
 from jdisagg.scheduler.decode_state import DecodeState
 from jdisagg.scheduler.executor import Executor, InterruptibleExecutor
 from jdisagg.scheduler.host_blocks import MOST_WRITING, MOST_WRITING_OF_DECODE, TierRoom
 from jdisagg.scheduler.kept_events import KeptEvents
 from jdisagg.scheduler.kept_view import KeptBlock
 from jdisagg.scheduler.prices import Prices
+from jdisagg.scheduler.prompts import Attempts
 from jdisagg.scheduler.residency import BlockNames
 from jdisagg.scheduler.turn import Scheduler
 from jdisagg.telemetry import Counters

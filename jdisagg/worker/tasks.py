@@ -31,8 +31,7 @@ from jdisagg.messages.step_commands import STUCK_TOKEN
 from jdisagg.prompt.logprobs import PromptLogprobs
 from jdisagg.request import FinishReason, Request
 from jdisagg.scheduler.handoff import HandoffState
-from jdisagg.scheduler.prompt import Prompt
-from jdisagg.scheduler.sequences import ChildProgress, SequenceGroup
+from jdisagg.scheduler.sequences import ChildProgress, Prompt, SequenceGroup
 from jdisagg.worker.kv_sources import RestoredBlocks, RestoreQuery
 from jdisagg.worker.outgoing_kv import OutgoingHandoff
 

@@ -57,9 +57,8 @@ from jdisagg.messages.worker_status import WorkerRole
 from jdisagg.request import FinishReason, Request
 from jdisagg.scheduler.executor import Executor
 from jdisagg.scheduler.handoff import HandoffEvent, HandoffState
-from jdisagg.scheduler.prompt import Prompt
 from jdisagg.scheduler.prompts import check_queue
-from jdisagg.scheduler.sequences import ChildProgress, SequenceGroup, Stage
+from jdisagg.scheduler.sequences import ChildProgress, Prompt, SequenceGroup, Stage
 from jdisagg.scheduler.turn import Facts, Turn
 from jdisagg.worker.incoming_handoff import Received
 from jdisagg.worker.incoming_kv import IncomingKv

@@ -9,7 +9,7 @@ from jdisagg.scheduler.admission import Admission
 from jdisagg.scheduler.decode_state import DecodeState
 from jdisagg.scheduler.executor import MeshLimits
 from jdisagg.scheduler.prefill_batches import PrefillBatches
-from jdisagg.scheduler.prompt import Prompt
+from jdisagg.scheduler.sequences import Prompt
 from tests.fakes.fake_executor import toy_limits
 from tests.scheduler.bench import prompts_of
 

@@ -10,8 +10,7 @@ from jdisagg.messages.worker_status import WorkerRole
 from jdisagg.scheduler.decode_state import DecodeState
 from jdisagg.scheduler.executor import MeshLimits
 from jdisagg.scheduler.handoff import HandoffEvent
-from jdisagg.scheduler.prompt import Prompt
-from jdisagg.scheduler.sequences import SequenceGroup
+from jdisagg.scheduler.sequences import Prompt, SequenceGroup
 from jdisagg.scheduler.turn import CHUNKS_OFFERED, Facts, Scheduler, Turn
 from jdisagg.telemetry import Counters
 from tests.fakes.cluster import toy_request
