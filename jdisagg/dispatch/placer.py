@@ -31,7 +31,6 @@ from jdisagg.router.accounts import Accounts, Charges, Work
 from jdisagg.router.admission import Lateness, Quotas, limit_seconds
 from jdisagg.router.breaker import Breaker, PairBreakers
 from jdisagg.router.candidates import candidates
-from jdisagg.router.coming_prefixes import ComingPrefixes
 from jdisagg.router.corrections import NO_CORRECTIONS, LearnedCorrections
 from jdisagg.router.cost_terms import most_computed, paced_until
 from jdisagg.router.decision import (
@@ -45,10 +44,9 @@ from jdisagg.router.decision import (
     PromptBlocks,
     Refusal,
 )
-from jdisagg.router.placement import NO_WORK, decide, price_sources
+from jdisagg.router.placement import NO_WORK, another_decode, another_prefill, decide, price_sources
 from jdisagg.router.predictor import LearnedLengths
-from jdisagg.router.replacements import another_decode, another_prefill
-from jdisagg.router.session_workers import NOBODY, SessionWorkers
+from jdisagg.router.unreported import NOBODY, ComingPrefixes, SessionWorkers
 from jdisagg.settings.timeouts import DEFAULT_TIMEOUTS, Timeouts
 from jdisagg.spending import Spending
 from jdisagg.telemetry import Counters

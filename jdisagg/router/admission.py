@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Mapping
 
 from jdisagg.errors import OverloadedError, QuotaExceededError
-from jdisagg.router.quantiles import of_sorted
+from jdisagg.router.predictor import of_sorted
 from jdisagg.spending import MAX_RETRY_SECONDS, Spending, retry_after
 
 UNKNOWN_WAIT_SECONDS = 5.0  # retry-after if the queue is full and no request was served yet

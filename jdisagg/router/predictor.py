@@ -6,6 +6,7 @@ the tenant are used. If these are too few, the answers of all tenants are used. 
 max_tokens is the upper bound of all predictions. Does no I/O."""
 
 import bisect
+import math
 from collections import deque
 from collections.abc import Hashable, Sequence
 from typing import TypeVar
@@ -13,7 +14,20 @@ from typing import TypeVar
 import msgspec
 
 from jdisagg.messages.registry import AnswerLength, RouterUse
-from jdisagg.router.quantiles import of_sorted
+
+Value = TypeVar("Value", int, float)
+
+
+def quantile(values: Sequence[float], at: float) -> float:
+    """Returns the smallest of the values such that at least the fraction `at` of all values is less
+    than or equal to it. Returns 0 if there are no values."""
+    return of_sorted(sorted(values), at) if values else 0.0
+
+
+def of_sorted(ascending: Sequence[Value], at: float) -> Value:
+    """Returns `quantile` of a non-empty ascending sequence."""
+    return ascending[max(0, math.ceil(at * len(ascending)) - 1)]
+
 
 Key = TypeVar("Key", bound=Hashable)
 
