@@ -186,7 +186,7 @@ class Worker(MeshWorker):
         returned to its caller."""
         prompt, group = task.prompt, self._state.groups.get(task.prompt.key)
         codes = [one.token for one in firsts if one.token in (BROKEN_TOKEN, STUCK_TOKEN)]
-        if codes:
+        if codes and (group is not None or task.handoff is not None):
             self._fail(task, unchosen(prompt.request, codes[0]))
         elif group is not None:
             number, until = self._loop.next_number(), group.handoff.deadline
@@ -513,20 +513,17 @@ class Worker(MeshWorker):
         self._fail(self._tasks[group.key], error)
 
     def _fail(self, task: Task, error: JdisaggError) -> None:
-        group, rank = self._state.groups.get(task.prompt.key), task.prompt.rank
+        group = self._state.groups.get(task.prompt.key)
+        if isinstance(error, BrokenModelError):
+            self._cache.forget_broken(task.prompt.rank if group is None else group.rank)
         if task.handoff is not None:
             self._outgoing.end(task.handoff, error)
         elif task.stream is None:  # it waits for pages
             self._drop(task.prompt.key)
             task.fail(error)
         elif group is not None:
-            rank = group.rank
             task.stream.fail(error)
             self._end(group)
-        else:
-            return  # its sequences have ended
-        if isinstance(error, BrokenModelError):
-            self._cache.forget_broken(rank)
         self._loop.wake()
         self._quiet.set()
 
