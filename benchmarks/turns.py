@@ -55,7 +55,7 @@ from jdisagg.messages.ports import HandoffSource, PrefillCall, PrefillPort, Pref
 from jdisagg.messages.ports_middleware import through
 from jdisagg.request import Request, SamplingParams
 from jdisagg.router.cluster_state import Description
-from jdisagg.router.corrections import LearnedCorrections
+from jdisagg.router.predictor import LearnedCorrections
 from models.catalog import read_config
 from models.hf_config import HfConfig
 

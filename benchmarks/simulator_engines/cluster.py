@@ -10,9 +10,8 @@ from benchmarks.simulator_engines.executor import DrainingExecutor, SerialExecut
 from benchmarks.simulator_engines.fleet import StudyFleet
 from jdisagg.assembly import Worker
 from jdisagg.clock import Clock
-from jdisagg.dispatch.router_events import NO_ROUTER_EVENTS, RouterEvents
 from jdisagg.messages.worker_status import WorkerRole
-from jdisagg.router.decision import PlacementPolicy
+from jdisagg.router.decision import NO_ROUTER_EVENTS, PlacementPolicy, RouterEvents
 from jdisagg.simulator import run
 from jdisagg.simulator.cluster import SimulatedCluster
 from jdisagg.simulator.executor import SimulatedExecutor

@@ -12,8 +12,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from jdisagg.costs.exposed import exposed_seconds
-from jdisagg.costs.speeds import Array, PriceSource, Seconds
+from jdisagg.costs.speeds import Array, PriceSource, Seconds, exposed_seconds
 from jdisagg.plain import plain
 from jdisagg.router.accounts import Work
 from jdisagg.router.candidates import (
@@ -27,7 +26,6 @@ from jdisagg.router.candidates import (
     usable,
 )
 from jdisagg.router.cluster_state import ClusterState
-from jdisagg.router.corrections import NO_CORRECTIONS
 from jdisagg.router.cost_terms import (
     DecodeCosts,
     LocalCosts,
@@ -52,6 +50,7 @@ from jdisagg.router.decision import (
     PlacementQuery,
     Refusal,
 )
+from jdisagg.router.predictor import NO_CORRECTIONS
 from jdisagg.spending import retry_after
 
 MOST_PREFILLS = 6  # prefill workers for which pairs are evaluated

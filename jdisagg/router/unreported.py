@@ -3,7 +3,7 @@
 Workers report cached blocks with their heartbeats, so `known_blocks.py` lacks the blocks of a
 prompt until it was computed and reported. A prompt that arrives in the meantime with the same
 prefix should go to the same worker, if the worker's queue is not too long. It then waits there for
-the common blocks (`scheduler/shared_prompts.py`). A session's next turn may come before the report,
+the common blocks (`scheduler/prompts.py`). A session's next turn may come before the report,
 too, or find its KV in a tier that is not reported. Does no I/O."""
 
 from collections import OrderedDict, deque

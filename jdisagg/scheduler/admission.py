@@ -2,7 +2,7 @@
 to them.
 
 Prompts wait in one queue in order of arrival, in which each unit of priority is a head start
-(`scheduler/priorities.py`). None overtakes the first one, so that small prompts do not starve an
+(`scheduler/sequences.py`). None overtakes the first one, so that small prompts do not starve an
 old large one. There are two exceptions. A prompt of higher priority may get the pages of others of
 lower priority, which lose them: sequences are preempted; prompts whose KV is sent and that have no
 issued chunk return to the queue. And prompts for a decode worker that
@@ -25,10 +25,17 @@ from jdisagg.scheduler.decode_state import DecodeState
 from jdisagg.scheduler.executor import sequences_ahead
 from jdisagg.scheduler.handoff import Handoff, HandoffState
 from jdisagg.scheduler.page_ledger import pages_for
-from jdisagg.scheduler.priorities import YieldingSequence, to_preempt
 from jdisagg.scheduler.prompts import Prompts
 from jdisagg.scheduler.residency import Chain
-from jdisagg.scheduler.sequences import Prompt, Sequence, SequenceGroup, Stage, sample_spec
+from jdisagg.scheduler.sequences import (
+    Prompt,
+    Sequence,
+    SequenceGroup,
+    Stage,
+    YieldingSequence,
+    sample_spec,
+    to_preempt,
+)
 
 # stages in which a sequence has pages and may lose them
 _HOLDING = (Stage.RESERVED, Stage.READY, Stage.RUNNING)

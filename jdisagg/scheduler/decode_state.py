@@ -12,11 +12,10 @@ import bisect
 from collections import Counter
 
 from jdisagg.request import FinishReason
-from jdisagg.scheduler.adapter_table import AdapterTable
 from jdisagg.scheduler.executor import MeshLimits
 from jdisagg.scheduler.handoff import HandoffEvent, HandoffState, sweep
 from jdisagg.scheduler.page_ledger import PageLedger, pages_for
-from jdisagg.scheduler.prompt_room import PromptRoom, snapshots_of
+from jdisagg.scheduler.prompt_room import AdapterTable, PromptRoom, snapshots_of
 from jdisagg.scheduler.residency import BlockNames, Chain, Residency
 from jdisagg.scheduler.sequences import ChildProgress, Sequence, SequenceGroup, Stage
 

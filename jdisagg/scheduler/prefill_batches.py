@@ -1,6 +1,6 @@
 """Packs prompts into prefill chunks. Each data-parallel rank serves its prompts in order of
 arrival. A prompt of higher priority is treated as if it had arrived earlier
-(`scheduler/priorities.py`).
+(`scheduler/sequences.py`).
 
 Prompts are split only at multiples of `cut_tokens`.
 

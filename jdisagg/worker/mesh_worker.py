@@ -26,7 +26,6 @@ from jdisagg.scheduler.decode_state import DecodeState
 from jdisagg.scheduler.executor import Executor, InterruptibleExecutor
 from jdisagg.scheduler.host_blocks import MOST_WRITING, MOST_WRITING_OF_DECODE, TierRoom
 from jdisagg.scheduler.kept_events import KeptEvents
-from jdisagg.scheduler.kept_view import KeptBlock
 from jdisagg.scheduler.prices import Prices
 from jdisagg.scheduler.prompts import Attempts
 from jdisagg.scheduler.residency import BlockNames
@@ -34,7 +33,7 @@ from jdisagg.scheduler.turn import Scheduler
 from jdisagg.telemetry import Counters
 from jdisagg.worker.adapter_loads import AdapterLoads
 from jdisagg.worker.background import SideCalls
-from jdisagg.worker.cached_kv import CachedKv
+from jdisagg.worker.cached_kv import CachedKv, KeptBlock
 from jdisagg.worker.disk_tier import DiskTier
 from jdisagg.worker.given_kv import GivenKv
 from jdisagg.worker.host_tier import HostTier
@@ -103,6 +102,7 @@ class MeshWorker(ABC):
         fetches: bool = False,
     ) -> None:
         self.role = role
+        self._decodes, self._sends = role.decodes, role.sends
         self.name = context.name
         self.address = context.address
         self.boot_id = context.ids()
@@ -174,7 +174,7 @@ class MeshWorker(ABC):
 
     def _find_sources(self, peers: PeerResolver | None) -> KvSources:
         kept, loop, mesh, now = self._kept, self._loop, self._mesh, self._clock.now
-        ids, room, decodes = self._context.ids, self._context.tiers, self.role.decodes
+        ids, room, decodes = self._context.ids, self._context.tiers, self._decodes
         if decodes and kept.snapshots:  # their blocks are of use only with a snapshot
             peers, room = None, TierRoom()
         most_writing = MOST_WRITING_OF_DECODE if decodes else MOST_WRITING
@@ -241,7 +241,7 @@ class MeshWorker(ABC):
     async def _keep_sweeping(self) -> None:
         limits = self._limits
         lease = limits.handoff_lease_seconds
-        if self.role.decodes:
+        if self._decodes:
             lease = min(lease, limits.reservation_lease_seconds)
         while True:
             await self._clock.sleep(min(lease / 4, limits.timeouts.handoff.sweep_seconds))
@@ -359,7 +359,7 @@ class MeshWorker(ABC):
         return self._kept.report(pending)
 
     def kept_blocks(self) -> tuple[KeptBlock, ...]:
-        """Returns the cached blocks for display (`scheduler/kept_view.py`)."""
+        """Returns the cached blocks for display (`KeptBlock`)."""
         return tuple(self._cache.blocks(self.name))
 
     # ---- status
@@ -402,7 +402,7 @@ class MeshWorker(ABC):
             chunk_tokens=scheduler.chunk_tokens,
             priorities=scheduler.loads(),
         )
-        if not self.role.decodes:
+        if not self._decodes:
             return status
         return msgspec.structs.replace(
             status,
@@ -423,7 +423,7 @@ class MeshWorker(ABC):
 
     async def fetch(self, call: FetchCall) -> FetchReply:
         # lossily compressed KV differs from the KV that the requesting worker would compute
-        if self.role.decodes and (self._draining or self._config.codec != "none"):
+        if self._decodes and (self._draining or self._config.codec != "none"):
             return FetchReply()
         return await self._given.give(call)
 

@@ -9,6 +9,7 @@ ends expired groups."""
 import asyncio
 from dataclasses import dataclass
 
+from jdisagg.clock import Mailbox
 from jdisagg.errors import (
     BrokenModelError,
     DeadlineExceededError,
@@ -16,7 +17,6 @@ from jdisagg.errors import (
     InvalidRequestError,
     JdisaggError,
 )
-from jdisagg.messages.mailbox import Mailbox
 from jdisagg.messages.ports import (
     FirstToken,
     HandoffSource,

@@ -114,7 +114,7 @@ class Worker(MeshWorker):
         return command
 
     def _facts(self, step: int | None) -> Facts:
-        decodes, loop, now = self.role.decodes, self._loop, self._clock.now()
+        decodes, loop, now = self._decodes, self._loop, self._clock.now()
         spans = self._interruptible is not None
         newest = loop.newest(DecodeSteps) if step is not None and decodes else 0
         works = not decodes and (self._admission.queue or self._prompts)
@@ -265,9 +265,9 @@ class Worker(MeshWorker):
             self._check(call)
             key, now, block = self._state.new_key(), self._clock.now(), self._kept.block_tokens
             task = self._tasks[key] = Task.of(call, key, now, arrival, block)
-            task.prompt.computes |= self.role.sends
+            task.prompt.computes |= self._sends
             named = isinstance(call, PrefillCall) or not call.whole
-            self._prompts.begin(task.prompt, named=named, shared=self.role.sends)
+            self._prompts.begin(task.prompt, named=named, shared=self._sends)
         if task.handoff is not None:
             self._outgoing.open(task.handoff)
         self._seek(task)
@@ -412,7 +412,7 @@ class Worker(MeshWorker):
         cached, samples = group.cached_tokens, [child.sample_spec() for child in group.alive]
         self._prompts.add(group.key, group.rank, tuple(samples), cached, group.epoch)
         group.request = group.request.without_pixels()  # only the queued prompt needs the pixels
-        if not self.role.sends:
+        if not self._sends:
             self.counters.add("prompts_appended")
             self.counters.add("tokens_appended", len(group.known_tokens) - cached)
         self._loop.wake()

@@ -20,7 +20,6 @@ from jdisagg.costs.speeds import Kind
 from jdisagg.dispatch.placer import PlacerSettings
 from jdisagg.dispatch.request_context import ClusterPorts
 from jdisagg.dispatch.request_path import RequestPath
-from jdisagg.dispatch.router_events import NO_ROUTER_EVENTS, RouterEvents
 from jdisagg.dispatch.token_stream import TextDelta
 from jdisagg.grammar.compiler import GrammarCompiler
 from jdisagg.messages.ports import (
@@ -47,7 +46,7 @@ from jdisagg.request import (
     Usage,
 )
 from jdisagg.router.cluster_state import Description
-from jdisagg.router.decision import Affinity
+from jdisagg.router.decision import NO_ROUTER_EVENTS, Affinity, RouterEvents
 from jdisagg.scheduler.executor import Executor, MeshLimits
 from jdisagg.scheduler.host_blocks import TierRoom
 from jdisagg.scheduler.residency import BlockNames

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from jdisagg.router.accounts import Work
-from jdisagg.router.breaker import PairBreakers
+from jdisagg.router.candidates import PairBreakers
 from jdisagg.router.decision import PlacementQuery
 from jdisagg.router.placement import another_prefill
 from jdisagg.settings.timeouts import Backoff

@@ -46,7 +46,6 @@ MUST = (
     "jdisagg.scheduler.handoff",
     "jdisagg.scheduler.residency",
     "jdisagg.scheduler.host_blocks",
-    "jdisagg.scheduler.step_policy",
     "jdisagg.scheduler.turn",
     "jdisagg.worker.worker",
     "jdisagg.worker.mesh_worker",
