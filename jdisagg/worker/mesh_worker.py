@@ -109,6 +109,7 @@ class MeshWorker(ABC):
         self.counters = Counters()
         self._context, self._config, self._limits = context, config, limits
         self._clock = context.clock
+        self._layout = str(config.layout)
         self._mesh = mesh = executor.limits
         # of prefills alone, one chunk per stage, and one in the queue
         depth = DEPTH if role.decodes else mesh.stages + 1
@@ -374,7 +375,7 @@ class MeshWorker(ABC):
         status = WorkerStatus(
             name=self.name,
             role=self.role,
-            layout=str(self._config.layout),
+            layout=self._layout,
             running=len(self._prompts.placed),
             waiting=len(self._admission.queue),
             slots=mesh.ranks * mesh.rows_per_chunk,
