@@ -30,7 +30,7 @@ from jdisagg.settings.timeouts import HandoffTimeouts
 from jdisagg.telemetry import Counters
 from jdisagg.worker.outgoing_kv import OutgoingHandoff, OutgoingKv, offers_of_pages, snapshot_offers
 from jdisagg.worker.step_loop import StepLoop
-from jdisagg.worker.tasks import Task
+from jdisagg.worker.tasks import PromptTask
 
 
 class PromptSender:
@@ -51,9 +51,11 @@ class PromptSender:
         self._loop = loop
         self._ids = ids
         self._key = checksum_key
-        self._unsent: deque[Task] = deque()  # whose last chunk is issued
+        self._unsent: deque[PromptTask] = deque()  # whose last chunk is issued
 
-    def announce(self, chunk: PrefillChunk, tasks: Mapping[int, Task], now: float) -> PrefillChunk:
+    def announce(
+        self, chunk: PrefillChunk, tasks: Mapping[int, PromptTask], now: float
+    ) -> PrefillChunk:
         """Offers the blocks of a chunk that is about to be issued, and returns the chunk with the
         key of their checksums."""
         sent = False
@@ -71,7 +73,7 @@ class PromptSender:
         return msgspec.structs.replace(chunk, checksum_key=self._key) if sent else chunk
 
     def computed(
-        self, chunk: PrefillChunk, result: PrefillResult, tasks: Mapping[int, Task]
+        self, chunk: PrefillChunk, result: PrefillResult, tasks: Mapping[int, PromptTask]
     ) -> None:
         """Announces the checksums of a chunk's blocks."""
         sums = {entry.offer_id: entry for entry in result.checksums}
@@ -86,7 +88,7 @@ class PromptSender:
         while self._unsent:
             self._send_cached(self._unsent.popleft())
 
-    def _send_cached(self, task: Task) -> None:
+    def _send_cached(self, task: PromptTask) -> None:
         prompt, handoff, limits = task.prompt, task.handoff, self._state.limits
         assert handoff is not None, "only such tasks are queued"
         if handoff.over:
@@ -103,14 +105,14 @@ class PromptSender:
             extracting.add_done_callback(functools.partial(self._extracted, task))
         self.end_if_done(task)
 
-    def _extracted(self, task: Task, extracting: "asyncio.Future[StepResult]") -> None:
+    def _extracted(self, task: PromptTask, extracting: "asyncio.Future[StepResult]") -> None:
         error = None if extracting.cancelled() else extracting.exception()
         if error is not None:
             self._loop.break_down(error)
         task.extracting -= 1
         self.end_if_done(task)
 
-    def end_if_done(self, task: Task) -> None:
+    def end_if_done(self, task: PromptTask) -> None:
         """Releases the pages of a prompt as soon as its first tokens are sampled and all its cached
         blocks are extracted."""
         handoff, firsts, prompt = task.handoff, task.firsts, task.prompt

@@ -100,7 +100,7 @@ class SpanStream:
 
 
 @dataclass(slots=True, eq=False)
-class Task:
+class PromptTask:
     """One prompt at a worker.
 
     Attributes:
@@ -131,7 +131,7 @@ class Task:
         now: float,
         arrival: float,
         block_tokens: int,
-    ) -> "Task":
+    ) -> "PromptTask":
         prompt, handoff = Prompt(key, call.request, call.children, arrival, call.attempt), None
         if isinstance(call, PrefillCall):
             until, destination = now + call.deadline_seconds, call.destination

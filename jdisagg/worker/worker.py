@@ -66,7 +66,7 @@ from jdisagg.worker.mesh_worker import MeshWorker, WorkerContext
 from jdisagg.worker.outgoing_kv import OutgoingHandoff
 from jdisagg.worker.peers import PeerResolver
 from jdisagg.worker.senders import MigrationSender, PromptSender
-from jdisagg.worker.tasks import SpanStream, Task, overdue, unchosen
+from jdisagg.worker.tasks import PromptTask, SpanStream, overdue, unchosen
 
 MOST_MOVES = 3
 
@@ -85,7 +85,7 @@ class Worker(MeshWorker):
         fetches: bool = False,
     ) -> None:
         super().__init__(context, role, executor, config, limits, peers, fetches)
-        self._tasks: dict[int, Task] = {}  # by the key of their prompts
+        self._tasks: dict[int, PromptTask] = {}  # by the key of their prompts
         state, loop, ids = self._state, self._loop, context.ids
         timeouts, key = limits.timeouts.handoff, self._hello.checksum_key
         self._incoming = IncomingKv(state, loop, self._peers, limits, self.counters, events=self)
@@ -181,7 +181,7 @@ class Worker(MeshWorker):
                 firsts = [one for one in result.samples if one.sequence == row.sequence]
                 self._sampled(task, firsts)
 
-    def _sampled(self, task: Task, firsts: Sequence[SampledToken]) -> None:
+    def _sampled(self, task: PromptTask, firsts: Sequence[SampledToken]) -> None:
         """Goes on with a prompt whose first tokens are sampled: it is decoded here, or they are
         returned to its caller."""
         prompt, group = task.prompt, self._state.groups.get(task.prompt.key)
@@ -257,14 +257,14 @@ class Worker(MeshWorker):
         left, own = max(0.0, group.handoff.deadline - self._clock.now()), self._hello.weights
         return Reservation(group.key, self.name, group.rank, left, cached, of_prompt, own, block)
 
-    async def _enter(self, call: PrefillCall | ReserveCall, arrival: float) -> Task:
+    async def _enter(self, call: PrefillCall | ReserveCall, arrival: float) -> PromptTask:
         await self._compiled(call.request, call.deadline_seconds)
         async with self._adapters.held(call.request, call.deadline_seconds):
             if len(self._waiting()) >= self._config.queue_limit:
                 await asyncio.sleep(0)  # the turn that is due may give pages to some
             self._check(call)
             key, now, block = self._state.new_key(), self._clock.now(), self._kept.block_tokens
-            task = self._tasks[key] = Task.of(call, key, now, arrival, block)
+            task = self._tasks[key] = PromptTask.of(call, key, now, arrival, block)
             task.prompt.computes |= self._sends
             named = isinstance(call, PrefillCall) or not call.whole
             self._prompts.begin(task.prompt, named=named, shared=self._sends)
@@ -274,7 +274,7 @@ class Worker(MeshWorker):
         self._loop.wake()
         return task
 
-    async def _answer(self, task: Task, failure: str) -> PrefillReply | SequenceGroup:
+    async def _answer(self, task: PromptTask, failure: str) -> PrefillReply | SequenceGroup:
         seconds = task.call.deadline_seconds
         try:
             return await within(task.answer, seconds)
@@ -288,13 +288,13 @@ class Worker(MeshWorker):
             self._give_up(task, HandoffError("the caller gave the prompt up"))
             raise
 
-    def _give_up(self, task: Task, error: JdisaggError) -> None:
+    def _give_up(self, task: PromptTask, error: JdisaggError) -> None:
         if task.handoff is not None:
             self._outgoing.end(task.handoff, error)
         else:
             self._drop(task.prompt.key)
 
-    def _seek(self, task: Task) -> None:
+    def _seek(self, task: PromptTask) -> None:
         """Lets a prompt wait for blocks of another prompt, for a restore, or for pages."""
         prompt, follows = task.prompt, self._prompts.follows(task.prompt)
         plan = None
@@ -308,7 +308,7 @@ class Worker(MeshWorker):
         elif not follows:
             self._admission.enqueue(prompt)
 
-    def _restored(self, task: Task) -> None:
+    def _restored(self, task: PromptTask) -> None:
         prompt = task.prompt
         if self._tasks.get(prompt.key) is task:
             self._prompts.look_up(prompt)
@@ -317,7 +317,7 @@ class Worker(MeshWorker):
             self._prompts.reached(prompt)
             self._loop.wake()
 
-    async def _restore(self, task: Task, group: SequenceGroup) -> None:
+    async def _restore(self, task: PromptTask, group: SequenceGroup) -> None:
         """Restores cached blocks to the pages of sequences."""
         prompt, kept, rank = task.prompt, self._kept, group.rank
         if not prompt.useful:
@@ -512,7 +512,7 @@ class Worker(MeshWorker):
     def fail(self, group: SequenceGroup, error: JdisaggError) -> None:
         self._fail(self._tasks[group.key], error)
 
-    def _fail(self, task: Task, error: JdisaggError) -> None:
+    def _fail(self, task: PromptTask, error: JdisaggError) -> None:
         group = self._state.groups.get(task.prompt.key)
         if isinstance(error, BrokenModelError):
             self._cache.forget_broken(task.prompt.rank if group is None else group.rank)
