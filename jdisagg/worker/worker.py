@@ -261,7 +261,7 @@ class Worker(MeshWorker):
     async def _enter(self, call: PrefillCall | ReserveCall, arrival: float) -> PromptTask:
         await self._compiled(call.request, call.deadline_seconds)
         async with self._adapters.held(call.request, call.deadline_seconds):
-            if len(self._waiting()) >= self._config.queue_limit:
+            if self._decodes and len(self._waiting()) >= self._config.queue_limit:
                 await asyncio.sleep(0)  # the turn that is due may give pages to some
             self._check(call)
             key, now, block = self._state.new_key(), self._clock.now(), self._kept.block_tokens
