@@ -131,7 +131,9 @@ class PromptTask:
         now: float,
         arrival: float,
         block_tokens: int,
+        computes: bool,
     ) -> "PromptTask":
+        """`computes`: whether the mesh computes every prompt."""
         prompt, handoff = Prompt(key, call.request, call.children, arrival, call.attempt), None
         if isinstance(call, PrefillCall):
             until, destination = now + call.deadline_seconds, call.destination
@@ -139,7 +141,7 @@ class PromptTask:
             prompt.decodes, prompt.destination = False, destination
             prompt.offers_from = call.from_token if destination else None
         else:
-            prompt.computes = call.computes
+            prompt.computes = call.computes or computes
             if call.aside_seconds is not None:
                 prompt.since = arrival + max(0.0, call.age_seconds - call.aside_seconds)
         answer = asyncio.get_running_loop().create_future()

@@ -265,8 +265,8 @@ class Worker(MeshWorker):
                 await asyncio.sleep(0)  # the turn that is due may give pages to some
             self._check(call)
             key, now, block = self._state.new_key(), self._clock.now(), self._kept.block_tokens
-            task = self._tasks[key] = PromptTask.of(call, key, now, arrival, block)
-            task.prompt.computes |= self._computes
+            task = PromptTask.of(call, key, now, arrival, block, self._computes)
+            self._tasks[key] = task
             named = isinstance(call, PrefillCall) or not call.whole
             self._prompts.begin(task.prompt, named=named, shared=self._computes)
         if task.handoff is not None:
