@@ -155,13 +155,15 @@ class Admission:
 
     def _check_images(self, request: Request, computes: bool) -> None:
         form = self._state.limits.images
-        if form is None and request.images:
+        if not request.images:
+            return
+        if form is None:
             raise InvalidRequestError(
                 "images: this worker reads none, because its model has no vision encoder that is"
                 " served, its checkpoint lacks the encoder's weights, or its instance has pipeline"
                 " stages or several processes; send text only"
             )
-        for image in request.images if form is not None else ():
+        for image in request.images:
             form.check(image, request.prompt_token_ids, computes)
 
     def _check_samples(self, children: tuple[Child, ...]) -> None:

@@ -37,6 +37,7 @@ from jdisagg.worker.cached_kv import CachedKv, KeptBlock
 from jdisagg.worker.disk_tier import DiskTier
 from jdisagg.worker.given_kv import GivenKv
 from jdisagg.worker.host_tier import HostTier
+from jdisagg.worker.incoming_kv import IncomingKv
 from jdisagg.worker.kv_sources import KvSource, KvSources
 from jdisagg.worker.outgoing_kv import OutgoingHandoff, OutgoingKv
 from jdisagg.worker.peer_fetch import PeerFetch
@@ -90,6 +91,8 @@ class MeshWorker(ABC):
         peers: Function that returns the interface of another worker, from which KV is received.
         fetches: Whether cached KV may be fetched from other workers.
     """
+
+    _incoming: IncomingKv
 
     def __init__(
         self,
@@ -151,8 +154,9 @@ class MeshWorker(ABC):
         self._quiet = asyncio.Event()
         self._state = DecodeState(mesh, context.names, self._adapters.table)
         self._kept = self._state.residency
-        spans = role.decodes and isinstance(executor, InterruptibleExecutor)
-        self._interruptible = executor if spans else None
+        interruptible = isinstance(executor, InterruptibleExecutor)
+        self._interruptible = executor if role.decodes and interruptible else None
+        spans = self._interruptible is not None
         ids = context.ids
         self._scheduler = Scheduler(
             self._state, config, role, spans, ids, time.thread_time, self.counters
