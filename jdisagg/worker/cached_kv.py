@@ -121,10 +121,14 @@ class CachedKv:
             if kept.evicted_blocks > known:
                 count = kept.evicted_blocks - known
                 counters.add("prefix_blocks_evicted", count, cause="room")
-        for what in ("made", "used", "evicted") if kept.snapshots else ():
-            count, name = sum([getattr(one, what) for one in kept.snapshots]), f"snapshots_{what}"
-            name = "snapshots_kept" if what == "made" else name
-            counters.add(name, count - counters[name])
+        if kept.snapshots:
+            made, used, evicted = (
+                sum([getattr(one, what) for one in kept.snapshots])
+                for what in ("made", "used", "evicted")
+            )
+            counters.add("snapshots_kept", made - counters["snapshots_kept"])
+            counters.add("snapshots_used", used - counters["snapshots_used"])
+            counters.add("snapshots_evicted", evicted - counters["snapshots_evicted"])
 
     def forget(self, rank: int | None, cause: str) -> int:
         """Drops the blocks in the pages of a rank, or of all, and in all other tiers. Returns their
