@@ -19,7 +19,7 @@ from tests.fakes.cluster import Cluster
 from tests.transfer.conformance import arrives, case, settled
 from tests.transfer.loopback import Loopback, Pair
 from tests.worker.conversations import NAMES, asked, limits, prompt
-from tests.worker.test_incoming_handoff import Receiving, blocks, sums
+from tests.worker.receiving import Receiving, blocks, sums
 from tests.worker.tiers import host, other
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -10,7 +10,7 @@ from jdisagg.messages.kv_plane import KvMessage, Leave, Posted, PullRequest, Ref
 from jdisagg.transfer import transfer_engine
 from jdisagg.transfer.channel import Pull
 from jdisagg.transfer.negotiated_channel import NegotiatedChannel
-from jdisagg.transfer.transfer_engine import EngineOptions
+from jdisagg.transfer.transfer_engine import EngineInlet, EngineOptions
 from tests.transfer.conformance import LONG_SECONDS, Case, Ends, arrives, case, fails, settled
 from tests.transfer.loopback import RECEIVER, SENDER, Loopback
 
@@ -160,11 +160,12 @@ def test_a_pull_that_the_old_outlet_took_with_it_leaves_the_new_connection_alone
     bench.offer(7)
     bench.check(bench.pull(7))
     peer = bench.receiver._puller._peers[SENDER]
-    for number in (8, 9):  # of the second such error in turn a connection is dropped
-        address = peer.inlet.address
-        assert not peer.inlet.failed(address + "0", float(number))
-    assert not peer.inlet.failed(peer.inlet.address, 9.0)
-    assert peer.inlet.failed(peer.inlet.address, 10.0)
+    inlet = peer.inlet
+    assert isinstance(inlet, EngineInlet)
+    for seconds in (1.0, 2.0):
+        assert not inlet.failed("127.0.0.1:9", seconds)
+    assert not inlet.failed(inlet.address, 3.0)
+    assert inlet.failed(inlet.address, 4.0), "the second error of a connection closes it"
     assert bench.count(Leave) == 0 and bench.receiver._puller._peers[SENDER] is peer
 
 
