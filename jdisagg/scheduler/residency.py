@@ -36,6 +36,7 @@ from jdisagg.scheduler.kept_events import KeptEvents
 from jdisagg.scheduler.kept_log import KeptLog
 from jdisagg.scheduler.page_ledger import LedgerError, PageLedger
 from jdisagg.scheduler.retention import EvictionOrder, Retained
+from jdisagg.scheduler.session_blocks import SessionBlocks
 from jdisagg.scheduler.snapshots import Snapshots, wanted_snapshots
 
 NAME_BYTES = 32
@@ -267,6 +268,7 @@ class Residency:
         self.block_tokens = math.lcm(names.grain_tokens, page_size) if names else 0
         self.log = KeptLog()
         self.retained = Retained()
+        self.sessions = SessionBlocks(self.log.__contains__)
         self.snapshots: tuple[Snapshots, ...] = tuple(snapshots) if names else ()
         self._trees = [self._tree(rank) for rank in range(len(ledgers))] if names else []
         self.cut_tokens = names.cut_tokens if names else None
@@ -324,6 +326,15 @@ class Residency:
     def pages(self, rank: int, name: bytes) -> tuple[int, ...]:
         tree = self._trees[rank]
         return tree.pages((name,)) if name in tree else ()
+
+    def demote(self, rank: int, name: bytes) -> None:
+        """Lets a cached block be evicted before all others until it is used or promoted. Another
+        tier has it."""
+        self._ledgers[rank].demote(self.pages(rank, name))
+
+    def promote(self, name: bytes) -> None:
+        for rank, ledger in enumerate(self._ledgers):
+            ledger.promote(self.pages(rank, name))
 
     @property
     def trees(self) -> Sequence[ResidencyTree]:
@@ -386,6 +397,7 @@ class Residency:
             return ()
         chain = self._names.chain(request, tokens, self.block_tokens, known)
         self.retained.asked(request, chain, self.block_tokens)
+        self.sessions.noted(request, chain, self.retained.now)
         if self._events is not None:
             # Other projects' routers see only placeholder tokens and would treat different images
             # as equal.
@@ -518,6 +530,7 @@ class Residency:
         blocks = sum([tree.clear() for tree in trees])
         if rank is None:
             self.log.cleared()
+            self.sessions.clear()
             if self._events is not None:
                 self._events.cleared()
         return blocks

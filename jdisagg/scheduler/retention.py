@@ -131,6 +131,10 @@ class EvictionOrder(Generic[K]):
         self._plain[key] = -math.inf
         self._plain.move_to_end(key, last=False)
 
+    def is_first(self, key: K) -> bool:
+        """Returns whether a key was added by `add_first`, and not used since."""
+        return self._plain.get(key) == -math.inf
+
     def discard(self, key: K) -> None:
         if key in self._plain:
             del self._plain[key]

@@ -438,6 +438,7 @@ class HostTier(KvSource):
             self._counters.add("host_blocks_dropped", len(gone), cause=cause)
             for block in gone:
                 self._kept.log.lost(block.name)
+                self._kept.promote(block.name)
             self._release(gone)
 
     def _release(self, gone: tuple[HostBlock, ...]) -> None:

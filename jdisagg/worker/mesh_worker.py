@@ -67,6 +67,7 @@ from jdisagg.worker.kv_sources import KvSource, KvSources, RestoredBlocks, Resto
 from jdisagg.worker.outgoing_kv import OutgoingHandoff, OutgoingKv
 from jdisagg.worker.peer_fetch import PeerFetch
 from jdisagg.worker.peers import PeerResolver, Peers, hello_of
+from jdisagg.worker.session_kv import SessionKv
 from jdisagg.worker.step_loop import DEPTH, StepLoop
 from jdisagg.worker.weights_updates import ServedWeights, WeightsUpdates
 
@@ -203,6 +204,8 @@ class MeshWorker(ABC):
         )
         self._prompts, self._admission = self._scheduler.prompts, self._scheduler.admission
         self._sources = self._find_sources(peers, decodes)
+        instead = "receive" if role is WorkerRole.DECODE else "compute"
+        self._sessions = SessionKv(self._kept, self._sources, self._host, instead)
         self._given = GivenKv(
             self._sources,
             self._outgoing,
@@ -230,6 +233,7 @@ class MeshWorker(ABC):
         if self._sweeping is not None:
             self._sweeping.cancel()
             await asyncio.gather(self._sweeping, return_exceptions=True)
+        self._sessions.stop()
         self._sources.stop()
         self._adapters.stop()
         await self._loop.stop()
@@ -449,15 +453,8 @@ class MeshWorker(ABC):
         # without these, windows or state that arrive with blocks could not be stored
         has_place = not mesh.ring_pages and (kept.snapshots or not mesh.kv_spec.has_state)
         if peers is not None and kept.on and has_place:
-            fetch = PeerFetch(
-                kept,
-                loop,
-                mesh,
-                self._connect(peers, "none"),
-                self._limits,
-                Prices(room.always),
-                self.counters,
-            )
+            ends, prices = self._connect(peers, "none"), Prices(room.always)
+            fetch = PeerFetch(kept, loop, mesh, ends, self._limits, prices, self.counters)
             sources.append(fetch)
         return KvSources(kept, mesh.page_size, self.counters, now, sources, self._admission.spares)
 
@@ -582,6 +579,7 @@ class MeshWorker(ABC):
     def _sweep(self, now: float) -> None:
         self._outgoing.sweep(now)
         self._sources.expire(now)
+        self._sessions.sweep(now)
         self.weights.expire()
         self._loop.break_if_stalled(self._limits.step_seconds)
         self._attempts.forget_before(now - 2 * self._limits.handoff_lease_seconds)
