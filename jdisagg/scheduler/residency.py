@@ -22,6 +22,7 @@ Invariants (each is a test of the same name in tests/scheduler/test_residency.py
 import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
 from hashlib import blake2b
 
@@ -215,6 +216,19 @@ class ResidencyTree:
         idle = dict.fromkeys(self._names[page] for page in self._ledger.idle())
         for name in (*idle, *(name for name in self._blocks if name not in idle)):
             yield name, self._indices[name], name not in idle
+
+    def drop(self, names: Iterable[bytes]) -> None:
+        """Caches these blocks no longer. Sequences keep their pages."""
+        for name in self._blocks.keys() & names:
+            for page in self._blocks.pop(name):
+                del self._names[page]
+                self._ledger.keep_no_longer(page)
+            del self._indices[name]
+            self._awaited.discard(name)
+            self._log.lost(name)
+            self._changed(name, False)
+            if self.snapshots is not None:
+                self.snapshots.drop(name)
 
     def clear(self) -> int:
         blocks = len(self._blocks)
@@ -534,6 +548,15 @@ class Residency:
             if self._events is not None:
                 self._events.cleared()
         return blocks
+
+    def drop(self, names: AbstractSet[bytes]) -> None:
+        """Drops these blocks with their retention. No tier copies them."""
+        for tree in self._trees:
+            tree.drop(names)
+        for of_rank in self.snapshots:
+            of_rank.take_evicted()
+        self._given_up = [one for one in self._given_up if one.name not in names]
+        self.retained.forget(names)
 
     def _first(self, chain: Chain, tokens: int) -> Chain:
         return chain[: tokens // self.block_tokens]

@@ -55,6 +55,10 @@ class Retained:
     def of(self, name: bytes) -> Retention | None:
         return self._by_name.get(name)
 
+    def forget(self, names: Iterable[bytes]) -> None:
+        for name in names:
+            self._by_name.pop(name, None)
+
     def asked(self, request: Request, chain: Iterable[bytes], block_tokens: int) -> None:
         """Notes what a request asks for its blocks. A block that several requests retain keeps the
         retention that begins with the greatest worth."""

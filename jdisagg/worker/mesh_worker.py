@@ -34,6 +34,8 @@ from jdisagg.messages.ports import (
     PeerMessage,
     PrefillCall,
     ReserveCall,
+    SessionCall,
+    SessionReport,
 )
 from jdisagg.messages.step_commands import (
     BROKEN_TOKEN,
@@ -172,11 +174,7 @@ class MeshWorker(ABC):
             ended=self._sent,
         )
         self._adapters = AdapterLoads(
-            context.name,
-            executor.limits.adapters,
-            self._loop,
-            self.counters,
-            self._requests_running,
+            context.name, self._mesh.adapters, self._loop, self.counters, self._requests_running
         )
         now = self._clock.now
         self.weights = WeightsUpdates(self, context.weights, self._loop, self.counters, now)
@@ -205,7 +203,8 @@ class MeshWorker(ABC):
         self._prompts, self._admission = self._scheduler.prompts, self._scheduler.admission
         self._sources = self._find_sources(peers, decodes)
         instead = "receive" if role is WorkerRole.DECODE else "compute"
-        self._sessions = SessionKv(self._kept, self._sources, self._host, instead)
+        tiers = self._host, self._disk
+        self._sessions = SessionKv(self.name, self._kept, self._sources, *tiers, instead, now)
         self._given = GivenKv(
             self._sources,
             self._outgoing,
@@ -261,6 +260,9 @@ class MeshWorker(ABC):
         blocks = self._forget_kept(None, "reset")
         await self._sources.erase()
         return blocks
+
+    async def session(self, call: SessionCall) -> SessionReport | None:
+        return await self._sessions.answer(call)
 
     def forget_weights(self, keep: bool, identity: str) -> None:
         self._forget_kept(None, "weights")

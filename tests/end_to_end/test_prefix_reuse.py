@@ -69,7 +69,7 @@ async def test_streams_are_the_same_when_the_prefill_mesh_keeps_them_in_host_mem
 
 
 @pytest.mark.ci
-async def test_hints_change_no_token_of_prompts_kept_in_pages_and_host_memory() -> None:
+async def test_hints_and_pauses_change_no_token_of_prompts_kept_in_pages_and_host_memory() -> None:
     """Retained and other prompts share pages for one long prompt, with host memory behind them."""
     engine = replace(
         config(),
@@ -77,7 +77,10 @@ async def test_hints_change_no_token_of_prompts_kept_in_pages_and_host_memory() 
         prefix=PrefixConfig(True, 16, host_gib=0.25, restores="always"),
     )
     long, short = Retention(4.0, 3600.0), Retention(1.0, 0.05)
-    hints = Hints("a", long), None, Hints("b", short, 40, 30), Hints("", long, 16, 1)
+    hints = (
+        *(Hints("a", long, pause_seconds=0.5), None),
+        *(Hints("b", short, 40, 30, 60.0), Hints("", long, 16, 1)),
+    )
     streams, run, cached = await converse(engine, hints=hints)
     assert streams == await reference()
     assert cached > 0
