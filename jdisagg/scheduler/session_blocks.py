@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from jdisagg.prompt.hints import Retention
 from jdisagg.request import Request
 
-MOST_SESSIONS, MOST_OWN = 1 << 16, 1 << 18  # sessions and own blocks that a worker remembers
+MOST_SESSIONS, MOST_BLOCKS = 1 << 16, 1 << 18  # that a worker remembers
 
 SessionKey = tuple[str, str, str]  # tenant, cache scope, key
 
@@ -58,12 +58,13 @@ class SessionBlocks:
         self,
         cached: Callable[[bytes], bool],
         most_sessions: int = MOST_SESSIONS,
-        most_own: int = MOST_OWN,
+        most_blocks: int = MOST_BLOCKS,
     ) -> None:
         self._cached = cached
-        self._most_sessions, self._most_own = most_sessions, most_own
+        self._most_sessions, self._most_blocks = most_sessions, most_blocks
         self._sessions: OrderedDict[SessionKey, Session] = OrderedDict()  # longest unused first
         self._owners: dict[bytes, Session] = {}
+        self._in_chains = 0  # blocks in the chains of all sessions
         self._paused: dict[SessionKey, Session] = {}
 
     def __len__(self) -> int:
@@ -90,6 +91,7 @@ class SessionBlocks:
                 session.own.add(name)
             elif owner is not session:
                 self._share(name)
+        self._in_chains += len(chain) - len(session.chain)
         session.chain, session.turn_at = chain, now
         session.retention = hints.retention
         session.leaves = hints.pause_seconds > 0
@@ -97,15 +99,19 @@ class SessionBlocks:
         self._paused.pop(key, None)
         if session.leaves:
             self._paused[key] = session
-        while len(self._sessions) > self._most_sessions or (
-            len(self._owners) > self._most_own and len(self._sessions) > 1
-        ):
+        while len(self._sessions) > 1 and self._too_many:
             self.drop(next(iter(self._sessions)))
+
+    @property
+    def _too_many(self) -> bool:
+        blocks = max(len(self._owners), self._in_chains)
+        return len(self._sessions) > self._most_sessions or blocks > self._most_blocks
 
     def drop(self, key: SessionKey) -> frozenset[bytes]:
         """Forgets a session. Returns the names of its own blocks."""
         session = self._sessions.pop(key)
         self._paused.pop(key, None)
+        self._in_chains -= len(session.chain)
         for name in session.own:
             del self._owners[name]
         own, session.own = frozenset(session.own), set()
@@ -115,6 +121,7 @@ class SessionBlocks:
         self._sessions.clear()
         self._owners.clear()
         self._paused.clear()
+        self._in_chains = 0
 
     def begun_pauses(self) -> list[Session]:
         """Returns the sessions whose pause has begun since the last call."""

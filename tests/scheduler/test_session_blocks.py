@@ -15,8 +15,8 @@ def request(session: str = "s", tenant: str = "", pause: float = 0.0, scope: str
 PLAIN = Request("r", (1,))
 
 
-def made(*cached: bytes, sessions: int = 9, own: int = 99) -> SessionBlocks:
-    return SessionBlocks(set(cached).__contains__, sessions, own)
+def made(*cached: bytes, sessions: int = 9, most: int = 99) -> SessionBlocks:
+    return SessionBlocks(set(cached).__contains__, sessions, most)
 
 
 def of(blocks: SessionBlocks, session: str = "s", tenant: str = "") -> Session:
@@ -58,7 +58,7 @@ def test_sessions_unused_for_longest_are_forgotten_first() -> None:
     for session in ("a", "b", "a", "c"):
         blocks.noted(request(session), (session.encode(),), 1.0)
     assert blocks.find(("", "", "b")) is None and len(blocks) == 2
-    blocks = made(own=3)
+    blocks = made(most=3)
     blocks.noted(request("a"), (A, B), 1.0)
     blocks.noted(request("b"), (C, D), 2.0)
     assert blocks.find(("", "", "a")) is None
