@@ -119,18 +119,17 @@ class HostTier(KvSource):
         self._release((*gone, *self.snapshots.clear()))
         return len(gone)
 
-    async def drop(self, names: Collection[bytes]) -> None:
+    def drop(self, names: Collection[bytes]) -> None:
         """Drops these blocks and snapshots, also those that are being copied."""
-        running = (self._copies, self._snapshot_copies)
-        if copies := {made[name] for made in running for name in made.keys() & names}:
-            await asyncio.wait(copies)
 
         def dropped(blocks: HostBlocks) -> tuple[HostBlock, ...]:
-            known = [block for name in names if (block := blocks.arrived(name)) is not None]
+            known = blocks.hold(tuple([name for name in names if name in blocks]))
             return tuple(filter(blocks.forget, known))
 
-        self._drop(dropped(self.blocks), "session")
-        self._release(dropped(self.snapshots))
+        gone = dropped(self.blocks)
+        self._drop(tuple([block for block in gone if block.written]), "session")
+        unwritten = [block for block in gone if not block.written]
+        self._release((*unwritten, *dropped(self.snapshots)))
 
     def stop(self) -> None:
         self._tasks.cancel()

@@ -64,7 +64,7 @@ class SessionKv:
         if session is None:
             return None
         if call.action is SessionAction.DROP:
-            return await self._drop(sessions.drop(key))
+            return self._drop(sessions.drop(key))
         if call.action is SessionAction.PREFETCH:
             # Goes on if the caller leaves.
             restoring = self._tasks.spawn(self._restore(sessions.end_pause(key)))
@@ -85,12 +85,12 @@ class SessionKv:
             pause_seconds=session.pause_left(now),
         )
 
-    async def _drop(self, names: frozenset[bytes]) -> SessionReport:
+    def _drop(self, names: frozenset[bytes]) -> SessionReport:
         kept = self._kept
         dropped = len([name for name in names if name in kept.log]) * kept.block_tokens
         kept.drop(names)
         self._disk.drop(names)
-        await self._host.drop(names)
+        self._host.drop(names)
         return SessionReport(self._worker, dropped_tokens=dropped)
 
     async def _demote(self, session: Session) -> None:

@@ -84,7 +84,8 @@ async def test_hints_and_pauses_change_no_token_of_prompts_kept_in_pages_and_hos
     streams, run, cached = await converse(engine, hints=hints)
     assert streams == await reference()
     assert cached > 0
-    assert all(worker._kept.retained for worker in run.cluster._workers)
+    for worker in run.cluster._workers:
+        assert worker._kept.retained and len(worker._kept.sessions) == 2
 
 
 @pytest.mark.ci

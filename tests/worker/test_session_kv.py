@@ -12,8 +12,9 @@ from jdisagg.messages.ports import SessionAction, SessionCall, SessionReport
 from jdisagg.prompt.hints import Hints, Retention
 from jdisagg.request import CachedTokens, Request
 from jdisagg.scheduler.host_blocks import TierRoom
-from tests.fakes.cluster import Cluster
+from tests.fakes.cluster import Cluster, until
 from tests.fakes.fake_disk import FakeDisk
+from tests.fakes.fake_executor import Costs
 from tests.worker.conversations import NAMES, SEEDS, Talk, asked, limits, storm
 from tests.worker.tiers import BLOCK_BYTES, FAST, other, room
 
@@ -161,6 +162,20 @@ async def test_a_dropped_session_frees_its_own_blocks_in_all_tiers_and_its_reten
         await asyncio.sleep(SWEPT)
         assert not {name for _, name in disk.blocks} & set(chain[3:])
         assert (await cluster.ask(of_session(1, None, "again"))).cached_tokens == 48
+
+
+async def test_a_session_that_is_dropped_while_it_is_copied_leaves_nothing() -> None:
+    async with fleet(costs=Costs(pull=1e-5, other=0.05)) as cluster:
+        await cluster.ask(of_session(1, PAUSE))
+        tier = cluster.decode._host
+        await until(lambda: len(tier.blocks) > 1 and tier.blocks.writing)
+        before = cluster.clock.now()
+        report = await told(cluster, SessionAction.DROP)
+        assert report is not None and report.dropped_tokens == PROMPT
+        assert cluster.clock.now() == before
+        await asyncio.sleep(SWEPT)
+        assert not len(tier.blocks) and not cluster.decode_mesh.host
+        assert (await cluster.ask(of_session(1, None, "again"))).cached_tokens == 0
 
 
 class Sessions(Talk):
