@@ -23,7 +23,7 @@ SessionKey = tuple[str, str, str]  # tenant, cache scope, key
 
 
 @dataclass(slots=True, eq=False)
-class Session:
+class KeptSession:
     """A session and its last turn.
 
     Attributes:
@@ -62,15 +62,15 @@ class SessionBlocks:
     ) -> None:
         self._cached = cached
         self._most_sessions, self._most_blocks = most_sessions, most_blocks
-        self._sessions: OrderedDict[SessionKey, Session] = OrderedDict()  # longest unused first
-        self._owners: dict[bytes, Session] = {}
+        self._sessions: OrderedDict[SessionKey, KeptSession] = OrderedDict()  # longest unused first
+        self._owners: dict[bytes, KeptSession] = {}
         self._in_chains = 0  # blocks in the chains of all sessions
-        self._paused: dict[SessionKey, Session] = {}
+        self._paused: dict[SessionKey, KeptSession] = {}
 
     def __len__(self) -> int:
         return len(self._sessions)
 
-    def find(self, key: SessionKey) -> Session | None:
+    def find(self, key: SessionKey) -> KeptSession | None:
         return self._sessions.get(key)
 
     def noted(self, request: Request, chain: tuple[bytes, ...], now: float) -> None:
@@ -82,7 +82,7 @@ class SessionBlocks:
                     self._share(name)
             return
         key = request.tenant, request.cache_scope, hints.session
-        session = self._sessions.setdefault(key, Session())
+        session = self._sessions.setdefault(key, KeptSession())
         self._sessions.move_to_end(key)
         for name in chain:
             owner = self._owners.get(name)
@@ -123,19 +123,19 @@ class SessionBlocks:
         self._paused.clear()
         self._in_chains = 0
 
-    def begun_pauses(self) -> list[Session]:
+    def begun_pauses(self) -> list[KeptSession]:
         """Returns the sessions whose pause has begun since the last call."""
         begun = [session for session in self._paused.values() if session.leaves]
         for session in begun:
             session.leaves = False
         return begun
 
-    def ended_pauses(self, now: float) -> list[Session]:
+    def ended_pauses(self, now: float) -> list[KeptSession]:
         """Ends the pauses that were expected to end by now. Returns their sessions."""
         ended = [key for key, session in self._paused.items() if not session.pause_left(now)]
         return [self.end_pause(key) for key in ended]
 
-    def end_pause(self, key: SessionKey) -> Session:
+    def end_pause(self, key: SessionKey) -> KeptSession:
         self._paused.pop(key, None)
         session = self._sessions[key]
         session.pause_until, session.leaves = None, False

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from jdisagg.messages.ports import SessionAction, SessionCall, SessionReport
 from jdisagg.scheduler.prices import Instead
 from jdisagg.scheduler.residency import Residency
-from jdisagg.scheduler.session_blocks import Session
+from jdisagg.scheduler.session_blocks import KeptSession
 from jdisagg.worker.background import BackgroundTasks
 from jdisagg.worker.disk_tier import DiskTier
 from jdisagg.worker.host_tier import HostTier
@@ -71,7 +71,7 @@ class SessionKv:
             await asyncio.wait({restoring}, timeout=call.deadline_seconds / 2)
         return self._report(session)
 
-    def _report(self, session: Session) -> SessionReport:
+    def _report(self, session: KeptSession) -> SessionReport:
         kept, chain, now = self._kept, session.chain, self._now()
         in_pages = [name for name in chain if any(name in tree for tree in kept.trees)]
         in_host = [name for name in chain if self._host.blocks.arrived(name) is not None]
@@ -93,7 +93,7 @@ class SessionKv:
         self._host.drop(names)
         return SessionReport(self._worker, dropped_tokens=dropped)
 
-    async def _demote(self, session: Session) -> None:
+    async def _demote(self, session: KeptSession) -> None:
         """Begins at the first block, so that the end of a prefix is evicted before its start. Ends
         when the next turn begins or the pause ends."""
         until, ranks = session.pause_until, range(len(self._kept.trees))
@@ -106,7 +106,7 @@ class SessionKv:
                     if block and block.pieces[0].offer.rank == rank and name in session.own:
                         self._kept.demote(rank, name)
 
-    async def _restore(self, session: Session) -> None:
+    async def _restore(self, session: KeptSession) -> None:
         kept, chain = self._kept, session.chain
         for name in session.own:
             kept.promote(name)

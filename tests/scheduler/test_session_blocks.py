@@ -2,7 +2,7 @@
 
 from jdisagg.prompt.hints import Hints, Retention
 from jdisagg.request import Request
-from jdisagg.scheduler.session_blocks import Session, SessionBlocks
+from jdisagg.scheduler.session_blocks import KeptSession, SessionBlocks
 
 A, B, C, D = (bytes([letter]) for letter in b"abcd")
 
@@ -19,7 +19,7 @@ def made(*cached: bytes, sessions: int = 9, most: int = 99) -> SessionBlocks:
     return SessionBlocks(set(cached).__contains__, sessions, most)
 
 
-def of(blocks: SessionBlocks, session: str = "s", tenant: str = "") -> Session:
+def of(blocks: SessionBlocks, session: str = "s", tenant: str = "") -> KeptSession:
     found = blocks.find((tenant, "", session))
     assert found is not None
     return found
