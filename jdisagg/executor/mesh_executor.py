@@ -17,6 +17,7 @@ from jdisagg.executor.block_sums import ChunkSums, PrefillSums
 from jdisagg.executor.decode_program import DecodePrograms
 from jdisagg.executor.decode_stages import DecodeStages
 from jdisagg.executor.draft_rows import Guess
+from jdisagg.executor.expert_reader import ExpertReader
 from jdisagg.executor.grammar_rows import GrammarRows
 from jdisagg.executor.image_programs import ImagePrograms
 from jdisagg.executor.mixed_program import MixedPrograms
@@ -164,6 +165,8 @@ class MeshExecutor:
             model.vocabulary,
             limits.computed.rows_per_chunk,
         )
+        reads = limits.kv_spec.records
+        self._experts = ExpertReader(last.programs, last.pools, limits) if reads else None
         self._decode = self._decode_stages() if role.decode else None
         self._mixed = (
             MixedPrograms(*last, self._shards, limits, self._rows, self._decode.only)
@@ -261,6 +264,8 @@ class MeshExecutor:
             if tokens <= width:
                 self._prefill.cut(blocks, groups, 0, 0, tokens)
         self._sampler.warm_up(x)
+        if self._experts is not None:
+            self._experts.warm_up(None)
 
     def warm_pictured(self, width: int, form: ChunkForm) -> None:
         assert self.images is not None
@@ -283,6 +288,8 @@ class MeshExecutor:
         assert self._decode is not None
         self._decode.warm_updates()
         self.blocks.warm_copy()
+        if self._experts is not None:
+            self._experts.warm_up(self._decode.only.hot)
 
     def warm_insert(self, groups: range, tokens: int, kind: KvKind = KvKind.POSITIONS) -> None:
         """Recurrent state is sent without a codec."""
@@ -355,9 +362,9 @@ class MeshExecutor:
                 valid = min(offer.block_tokens, len(row.tokens) - at)
                 stamp = self._sums.stamp(offer.group, command.checksum_key, row.start + at, valid)
                 self._channel.offer(offer.offer_id, block, row.rank, stamp.of_offer(offer.offer_id))
-        return PrefillReading(
-            command, x, chosen, ChunkSums(command, self.limits.granule_tokens, sums), scores=scores
-        )
+        found = ChunkSums(command, self.limits.granule_tokens, sums)
+        experts = self._experts.of_prompts(command) if self._experts else {}
+        return PrefillReading(command, x, chosen, found, scores=scores, experts=experts)
 
     def _run_decode(self, command: DecodeSteps) -> Waiting:
         assert self._decode is not None, "this instance has no decode programs"
@@ -394,6 +401,8 @@ class MeshExecutor:
         if command.admits or command.grows:
             self._decode.update(command.admits, command.grows)
             self._grammars.admit(command.admits, command.grows)
+            if self._experts is not None:
+                self._experts.note(command)
             for admit in command.admits:
                 wanted = admit.sample.sampling.logprobs
                 self._wanted_logprobs.pop((admit.rank, admit.slot), None)
@@ -407,7 +416,10 @@ class MeshExecutor:
                 tuple(self._wanted_logprobs.get((rank, slot)) for slot in row)
                 for rank, row in enumerate(command.slots)
             )
-        reading = DecodeReading(command, steps, wanted)
+        experts = None
+        if self._experts is not None and self._decode is not None:
+            experts = self._experts.of_steps(command, self._decode.only.hot)
+        reading = DecodeReading(command, steps, wanted, experts)
         for chosen in steps:
             chosen.start_reading(reading.scored)
         return reading

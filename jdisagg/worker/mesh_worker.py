@@ -54,7 +54,7 @@ from jdisagg.scheduler.host_blocks import MOST_WRITING, MOST_WRITING_OF_DECODE, 
 from jdisagg.scheduler.kept_events import KeptEvents
 from jdisagg.scheduler.kept_view import KeptBlock, kept_blocks, kept_tiers
 from jdisagg.scheduler.prices import Prices
-from jdisagg.scheduler.prompt import Prompt
+from jdisagg.scheduler.prompt import Prompt, check_experts
 from jdisagg.scheduler.residency import BlockNames
 from jdisagg.scheduler.turn import Facts, Scheduler, Turn
 from jdisagg.telemetry import Counters
@@ -556,6 +556,7 @@ class MeshWorker(ABC):
         self._loop.check()
         self._check_awake()
         self._check_images(request, computes)
+        check_experts(self.name, self._mesh, request)
         if self._draining and not any(child.accepted for child in children):
             raise UnavailableError(
                 f"worker {self.name!r} is draining and takes no new requests; try another",
@@ -564,15 +565,13 @@ class MeshWorker(ABC):
 
     def _check_images(self, request: Request, computes: bool) -> None:
         form = self._mesh.images
-        if not request.images:
-            return
-        if form is None:
-            raise InvalidRequestError(
-                f"worker {self.name!r} reads no images: its model has no vision encoder that is"
-                " served, its checkpoint lacks the encoder's weights, or its instance has pipeline"
-                " stages or several processes; send text only"
-            )
         for image in request.images:
+            if form is None:
+                raise InvalidRequestError(
+                    f"worker {self.name!r} reads no images: its model has no vision encoder that is"
+                    " served, its checkpoint lacks the encoder's weights, or its instance has"
+                    " pipeline stages or several processes; send text only"
+                )
             form.check(image, request.prompt_token_ids, computes)
 
     def _check_awake(self) -> None:

@@ -59,7 +59,6 @@ REFUSED: Refused = {
     "sampling_logprobs_mode": ((), "omit it; log-probabilities precede temperature and filters"),
     "return_hidden_states": ((False,), "omit it"),
     "return_sampling_mask": ((False,), "omit it"),
-    "return_routed_experts": ((False,), "omit it"),
     "kv_transfer_params": (({},), _KV),
     "ec_transfer_params": (({},), _KV),
     "bootstrap_host": (("", []), _KV),
