@@ -14,7 +14,7 @@ from jdisagg.scheduler.priorities import head_start
 from jdisagg.scheduler.residency import Chain
 from jdisagg.scheduler.sequences import wanted_of_prompt
 
-MAX_EXPERTS_BYTES = 16 << 20  # of one answer and its prompt, so that they fit a message
+MAX_EXPERTS_BYTES = 16 << 20  # of a request, so that they fit a message
 
 
 def check_experts(worker: str, limits: MeshLimits, request: Request) -> None:
@@ -31,12 +31,12 @@ def check_experts(worker: str, limits: MeshLimits, request: Request) -> None:
             else f"return_routed_experts: the model of worker {worker!r} has no experts; omit it"
         )
     positions += request.most_tokens(limits.context_tokens)
-    nbytes = positions * sum(2 * chosen for chosen, _ in spec.choices)
+    nbytes = request.sampling.n * positions * sum(2 * chosen for chosen, _ in spec.choices)
     if nbytes > MAX_EXPERTS_BYTES:
         raise InvalidRequestError(
-            f"return_routed_experts: the experts of prompt and answer take up to {nbytes} bytes"
-            f" ({positions} positions), and at most {MAX_EXPERTS_BYTES} fit a reply; send a shorter"
-            " prompt, or lower max_tokens"
+            f"return_routed_experts: the experts of prompt and answers take up to {nbytes} bytes"
+            f" ({positions} positions each), and at most {MAX_EXPERTS_BYTES} fit a reply; send a"
+            " shorter prompt, or lower max_tokens or n"
         )
 
 
