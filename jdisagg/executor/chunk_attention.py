@@ -11,9 +11,9 @@ from typing import NamedTuple, Unpack, cast
 import jax
 import jax.numpy as jnp
 
+from jdisagg.executor.expert_reader import experts_as_values
 from jdisagg.executor.page_pool import LayerPages
 from jdisagg.model_api import Attend, AttendOptions, AttentionOptions, Index, Shards
-from jdisagg.ops.expert_values import experts_as_values
 from jdisagg.ops.kv_pages import as_kept, as_read, token_coordinates, write_tokens
 from jdisagg.ops.paged_attention import paged_attention
 from jdisagg.ops.prefill_attention import Chosen, PastPages, choose_in_chunk, prefill_attention

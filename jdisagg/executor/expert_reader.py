@@ -12,13 +12,30 @@ import numpy as np
 
 from jdisagg.executor.page_pool import Pools
 from jdisagg.executor.programs import RANK, Programs
+from jdisagg.layout.kv_spec import EXACT
 from jdisagg.messages.step_commands import DecodeSteps, PrefillChunk
-from jdisagg.ops.expert_values import values_as_experts
 from jdisagg.ops.kv_pages import as_read
 from jdisagg.prompt.experts import ChosenExperts
 from jdisagg.scheduler.executor import MeshLimits
 
 PAGES_PER_READ = 32
+
+
+def experts_as_values(experts_TJ: jax.Array, width: int) -> jax.Array:
+    """Returns the numbers as [T, 1, width]: the remainders by `EXACT`, then the quotients, as far
+    as the width goes. A layer of at most `EXACT` experts has quotients of zero."""
+    low_TJ, high_TJ = experts_TJ % EXACT, experts_TJ // EXACT
+    values_TW = jnp.concatenate((low_TJ, high_TJ), axis=1)[:, :width]
+    padding = ((0, 0), (0, width - values_TW.shape[1]))
+    return jnp.pad(values_TW, padding)[:, None].astype(jnp.float32)
+
+
+def values_as_experts(values: jax.Array, chosen: int) -> jax.Array:
+    """Returns the numbers int32 [..., chosen] from their values [..., width]."""
+    numbers = values.astype(jnp.int32)
+    low, high = numbers[..., :chosen], numbers[..., chosen : 2 * chosen]
+    missing = [(0, 0)] * (low.ndim - 1) + [(0, chosen - high.shape[-1])]
+    return low + EXACT * jnp.pad(high, missing)
 
 
 @dataclass
@@ -143,6 +160,4 @@ class ExpertReader:
         specs = self._pool.specs()
         in_specs = ([specs[at][-1] for at, _ in layers], *(RANK,) * len(where))
         build = partial(programs.compile, body, (pages, *on_mesh), in_specs, programs.readable_spec)
-        result = programs.get((key, *(one.shape for one in on_mesh)), build)(pages, *on_mesh)
-        result.copy_to_host_async()
-        return result
+        return programs.get((key, *(one.shape for one in on_mesh)), build)(pages, *on_mesh)

@@ -180,6 +180,7 @@ class MeshExecutor:
         pools = [(stage.programs, stage.pools) for stage in self._stages]
         self.blocks = MeshBlocks(pools, stage_of, limits, self._groups, channel, self.host)
         part = _part_of_instance(mesh, len(self._stages))
+        part += " experts" * limits.kv_spec.records
         self._saved = SavedBlocks(role.disk, name, self.host, mesh.shape["kv"], part)
         self._threads = WorkThreads(name)
 
@@ -364,6 +365,7 @@ class MeshExecutor:
                 self._channel.offer(offer.offer_id, block, row.rank, stamp.of_offer(offer.offer_id))
         found = ChunkSums(command, self.limits.granule_tokens, sums)
         experts = self._experts.of_prompts(command) if self._experts else {}
+        start_reading(array for one in experts.values() for array in one.parts)
         return PrefillReading(command, x, chosen, found, scores=scores, experts=experts)
 
     def _run_decode(self, command: DecodeSteps) -> Waiting:
@@ -419,6 +421,7 @@ class MeshExecutor:
         experts = None
         if self._experts is not None and self._decode is not None:
             experts = self._experts.of_steps(command, self._decode.only.hot)
+            start_reading(experts.parts if experts else ())
         reading = DecodeReading(command, steps, wanted, experts)
         for chosen in steps:
             chosen.start_reading(reading.scored)

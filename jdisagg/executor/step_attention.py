@@ -9,10 +9,10 @@ import jax
 import jax.numpy as jnp
 
 from jdisagg.executor.draft_rows import DraftRows
+from jdisagg.executor.expert_reader import experts_as_values
 from jdisagg.executor.page_pool import LayerPages, PagePool, Pools
 from jdisagg.executor.slot_state import BatchRows, RowFormat
 from jdisagg.model_api import Attend, AttendOptions, AttentionOptions, Index, Shards
-from jdisagg.ops.expert_values import experts_as_values
 from jdisagg.ops.kv_pages import decode_coordinates, write_tokens
 from jdisagg.ops.paged_attention import paged_attention, paged_selection
 from jdisagg.ops.quarantine import seal

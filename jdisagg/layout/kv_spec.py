@@ -218,10 +218,8 @@ class KVSpec:
         """Indices of the layers with KV after which the layers can be cut into programs. A layer
         that attends to the positions which an earlier layer selected, and so has no key of an
         indexer, is in the same program as this layer."""
-        own = [
-            bool({"index", "k"} & {part.name for part in self.layers[at].components})
-            for at in self.positioned
-        ]
+        names = [{part.name for part in self.layers[at].components} for at in self.positioned]
+        own = [bool({"index", "k"} & each) or each == {EXPERTS} for each in names]
         follows = [not is_own and any(own) for is_own in own]
         return tuple(
             [

@@ -47,7 +47,7 @@ async def test_the_last_event_of_a_stream_has_them(door: HttpDoor, path: str) ->
 
 async def test_the_client_joins_them(door: HttpDoor) -> None:
     async with AsyncClient(f"127.0.0.1:{door.grpc_port}") as client:
-        (choice,) = (await client.generate("abc", **ASKED)).choices
+        (choice,) = (await client.complete("abc", **ASKED)).choices
     found = choice.routed_experts
     assert found is not None
     positions(found.as_json(), 6)
