@@ -5,16 +5,8 @@ cached and are dropped with it. A reply has them with the log-probabilities of i
 
 import base64
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
 
-from jdisagg.errors import InvalidRequestError
 from jdisagg.plain import Message
-
-if TYPE_CHECKING:
-    from jdisagg.request import Request
-    from jdisagg.scheduler.executor import MeshLimits
-
-MAX_EXPERTS_BYTES = 16 << 20  # of a request, so that they fit a message
 
 
 class ChosenExperts(Message, frozen=True):
@@ -56,26 +48,3 @@ class ChosenExperts(Message, frozen=True):
             "shape": [self.positions, self.layers, self.chosen],
             "dtype": self.dtype,
         }
-
-
-def check_experts(worker: str, limits: "MeshLimits", request: "Request") -> None:
-    """Raises InvalidRequestError if a request asks for the experts of its tokens, and a worker with
-    these limits does not record them, or they do not fit a message."""
-    spec, positions = limits.kv_spec, len(request.prompt_token_ids)
-    if not request.sampling.return_routed_experts:
-        return
-    if not spec.records:
-        raise InvalidRequestError(
-            f"return_routed_experts: worker {worker!r} does not record the experts of tokens; start"
-            " all workers with --routed_experts, or omit it"
-            if spec.choices
-            else f"return_routed_experts: the model of worker {worker!r} has no experts; omit it"
-        )
-    positions += request.most_tokens(limits.context_tokens)
-    nbytes = request.sampling.n * positions * sum(2 * chosen for chosen, _ in spec.choices)
-    if nbytes > MAX_EXPERTS_BYTES:
-        raise InvalidRequestError(
-            f"return_routed_experts: the experts of prompt and answers take up to {nbytes} bytes"
-            f" ({positions} positions each), and at most {MAX_EXPERTS_BYTES} fit a reply; send a"
-            " shorter prompt, or lower max_tokens or n"
-        )

@@ -46,7 +46,6 @@ from jdisagg.messages.step_commands import (
     StepResult,
 )
 from jdisagg.messages.worker_status import LinkTimes, PriorityLoad, WorkerRole, WorkerStatus
-from jdisagg.prompt.experts import check_experts
 from jdisagg.request import Request
 from jdisagg.scheduler.attempts import Attempts
 from jdisagg.scheduler.decode_state import DecodeState
@@ -55,7 +54,7 @@ from jdisagg.scheduler.host_blocks import MOST_WRITING, MOST_WRITING_OF_DECODE, 
 from jdisagg.scheduler.kept_events import KeptEvents
 from jdisagg.scheduler.kept_view import KeptBlock, kept_blocks, kept_tiers
 from jdisagg.scheduler.prices import Prices
-from jdisagg.scheduler.prompt import Prompt
+from jdisagg.scheduler.prompt import Prompt, check_experts
 from jdisagg.scheduler.residency import BlockNames
 from jdisagg.scheduler.turn import Facts, Scheduler, Turn
 from jdisagg.telemetry import Counters
