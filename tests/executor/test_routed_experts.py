@@ -12,7 +12,13 @@ from jdisagg.config import Mode
 from jdisagg.engine.replica import build_executor
 from jdisagg.executor.mesh_executor import MeshExecutor, MeshRole
 from jdisagg.layout.axes import Layout
-from jdisagg.messages.step_commands import DecodeResult, DecodeSteps, SampleSpec, SlotAdmit
+from jdisagg.messages.step_commands import (
+    DecodeResult,
+    DecodeSteps,
+    DraftRow,
+    SampleSpec,
+    SlotAdmit,
+)
 from jdisagg.prompt.experts import ChosenExperts
 from jdisagg.request import SamplingParams
 from jdisagg.transfer.in_process import InProcessChannel
@@ -39,7 +45,8 @@ def one_mesh(layout: str) -> MeshExecutor:
 @pytest.mark.ci
 @pytest.mark.parametrize(("layout",), first_ci([("dp=2,tp=2,ep=4",), ("tp=2",)], ci=2))
 def test_chunks_and_steps_return_the_experts_of_a_dense_pass(layout: str) -> None:
-    """A prompt of two chunks, beside a sequence in another slot that does not ask."""
+    """A prompt of two chunks, beside a sequence in another slot that does not ask. Then the same
+    tokens again, in a step with four drafts, of which the last is wrong."""
     executor = one_mesh(layout)
     try:
         ids, other = prompt(1, 100), prompt(2, 9)
@@ -58,5 +65,16 @@ def test_chunks_and_steps_return_the_experts_of_a_dense_pass(layout: str) -> Non
         whole = [*ids, first.token, *result.tokens[0][1]][:-1]
         joined = ChosenExperts.joined(found)
         np.testing.assert_array_equal(as_array(joined), dense_experts(MOE, whole))
+
+        made = result.tokens[0][1]
+        guesses = (*made[:3], (made[3] + 1) % 1000)
+        draft = DraftRow(0, 0, 101, guesses, len(guesses))
+        command = DecodeSteps(3, 1, ((2,), *slots[1:]), (asks,), drafts=(draft,))
+        result = executor.issue_and_wait(command)
+        assert isinstance(result, DecodeResult) and result.tokens[0][0] == made[:4]
+        found = [one.experts for one in result.logprobs[0][0] if one]
+        assert [one and one.positions for one in found] == [1] * 4
+        of_drafts = np.concatenate([as_array(one) for one in found])
+        np.testing.assert_array_equal(of_drafts, dense_experts(MOE, whole)[100:104])
     finally:
         executor.close()
