@@ -4,14 +4,18 @@ decode steps of two layouts."""
 from dataclasses import replace
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from jdisagg.clock import MonotonicClock
 from jdisagg.config import Mode
 from jdisagg.engine.replica import build_executor
+from jdisagg.errors import ConfigError
+from jdisagg.executor.expert_reader import experts_as_values, values_as_experts
 from jdisagg.executor.mesh_executor import MeshExecutor, MeshRole
 from jdisagg.layout.axes import Layout
+from jdisagg.layout.kv_spec import KVComponent, KVLayer, KVSpec
 from jdisagg.messages.step_commands import (
     DecodeResult,
     DecodeSteps,
@@ -78,3 +82,25 @@ def test_chunks_and_steps_return_the_experts_of_a_dense_pass(layout: str) -> Non
         np.testing.assert_array_equal(of_drafts, dense_experts(MOE, whole)[100:104])
     finally:
         executor.close()
+
+
+@pytest.mark.parametrize(("experts", "width"), [(256, 16), (1000, 16), (1000, 48)])
+def test_numbers_of_experts_are_exact_in_the_narrowest_type_of_kv(experts: int, width: int) -> None:
+    chosen_TJ = np.random.default_rng(experts).integers(0, experts, (50, 8)).astype(np.int32)
+    kept = experts_as_values(jnp.asarray(chosen_TJ), width).astype(jnp.bfloat16)
+    assert kept.shape == (50, 1, width)
+    np.testing.assert_array_equal(values_as_experts(kept[:, 0], 8), chosen_TJ)
+
+
+def test_a_spec_that_records_experts_can_be_cut_like_the_one_without() -> None:
+    """Over KV heads, and into layer groups; layers without experts stay as they are."""
+    kv, latent = (KVComponent("k", 4, 32), KVComponent("v", 4, 32)), KVComponent("latent", 0, 576)
+    for parts in (kv, (latent,)):
+        layers = KVLayer(parts), KVLayer(parts, experts=(8, 256)), KVLayer(parts, experts=(8, 512))
+        spec = KVSpec(layers, "bfloat16")
+        recorded = spec.recording()
+        assert recorded.layers[0] == layers[0] and not spec.records and recorded.records
+        assert (recorded.row_heads, recorded.cuts) == (spec.row_heads, spec.cuts)
+        assert recorded.row_width == 16
+    with pytest.raises(ConfigError, match="routed_experts: the model has no layer with experts"):
+        KVSpec(layers[:1], "bfloat16").recording()
