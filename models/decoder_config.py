@@ -286,6 +286,9 @@ class LayerConfig:
             or both. Nemotron's layers have only one of the two.
         selects: Whether a layer of a model with indexers of positions has its own ("own"), or
             attends to the positions that the last such layer before it selected ("shared").
+        source: Index of the earlier layer whose keys and values this layer attends to. None if it
+            has its own.
+        ffn: Width of the dense block. 0 means the width of the whole model.
         factors: If not None, the residual stream continues from the normalised input of each block
             (MiniMax-Text-01). It is the sum of the input times the first factor and the output
             times the second. There is a pair of factors for the mixer, and one for the feed-forward
@@ -305,6 +308,8 @@ class LayerConfig:
     gate: ExpertGate | None = None
     parts: Literal["both", "mixer", "ffn"] = "both"
     selects: Literal["own", "shared"] = "own"
+    source: int | None = None
+    ffn: int = 0
     factors: tuple[tuple[float, float], tuple[float, float]] | None = None
 
     @property
@@ -326,6 +331,8 @@ class DecoderConfig:
         embedding_scale, residual_scale: Factor by which token embeddings are multiplied, and factor
             of each block's contribution to the residual stream.
         logits_cap: Bound of the logits, as cap * tanh(logit / cap). 0 means no bound.
+        token_inputs: Number of values of a token that each layer reads from a table by the token's
+            id (Gemma 4 E2B). 0 means that layers read no tokens.
         left_aside, mtp_aside: Describe the multi-token prediction layers that the checkpoint has in
             addition to its layers. `left_aside` is their number if they are stored after the last
             layer. `mtp_aside` is whether a part of their tensor names starts with "mtp".
@@ -354,6 +361,7 @@ class DecoderConfig:
     logits_divisor: float = 1.0
     logits_cap: float = 0.0
     layer_scales: bool = False
+    token_inputs: int = 0
     left_aside: int = 0
     mtp_aside: bool = False
     next_token: bool = False
@@ -438,6 +446,8 @@ class DecoderConfig:
             kv_dtype=KEPT_DTYPES.get(self.kv_dtype, ""),
             next_token_layers=int(self.can_draft),
             images=self.vision.costs if self.vision else None,
+            token_inputs=self.token_inputs,
+            doubled_ffn=sum(layer.ffn == 2 * self.ffn for layer in self.layers),
         )
 
     @property
@@ -474,6 +484,8 @@ class DecoderConfig:
             attention.value_dim,
             full.query_heads if full else 0,
             attention.head_gates,
+            sum(layer.source is not None for layer in self.layers),
+            sum(layer.source is not None and layer.window is not None for layer in self.layers),
         )
 
     @property
@@ -535,6 +547,8 @@ class DecoderConfig:
             return KVLayer((), state=layer.recurrent.state())
         if layer.parts == "ffn":
             return KVLayer(())
+        if layer.source is not None:
+            return KVLayer((), source=layer.source)
         attention = self.attention_of(layer)
         if latent := attention.latent:
             index = latent.index.dim if latent.index and layer.selects == "own" else 0

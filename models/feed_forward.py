@@ -283,4 +283,4 @@ def feed_forward(
     if layer.experts:
         kind = ParallelMLP if layer.experts.beside else SparseMLP
         return kind(make, config, layer.experts, form)
-    return _dense(make, config, form)
+    return _dense(make, config, form, layer.ffn or None)

@@ -10,6 +10,7 @@ from dataclasses import replace
 from models.decoder_config import DecoderConfig, EagleConfig
 from models.hf_recurrent import convolution_source, delta_source, lightning_source, mamba_source
 from models.hf_sources import (
+    Columns,
     EverySecond,
     Fused,
     HeadRows,
@@ -179,6 +180,9 @@ LAYER: dict[str, tuple[str, ...]] = {
     "mlp.routed_norm.weight": ("pre_feedforward_layernorm_2.weight",),
     "mlp.routed_post_norm.weight": ("post_feedforward_layernorm_2.weight",),
     "layer_scale": ("layer_scalar",),
+    "inputs.gate.kernel": ("per_layer_input_gate.weight",),
+    "inputs.out.kernel": ("per_layer_projection.weight",),
+    "inputs.norm.weight": ("post_per_layer_input_norm.weight",),
     "mlp.router_bias": ("mlp.router.bias",),
     "mlp.correction": (
         "mlp.gate.e_score_correction_bias",
@@ -278,6 +282,10 @@ IN_FLOAT32 = (
     *LAYER["attention.index.k_norm.weight"],
     *LAYER["attention.index.k_norm.bias"],
 )
+# Tensors of the inputs of all layers, and the norm that all layers share.
+TOKEN_TABLES = "model.embed_tokens_per_layer.weight"
+TOKEN_CONTEXTS = "model.per_layer_model_projection.weight"
+TOKEN_NORM = "model.per_layer_projection_norm.weight"
 # Tensors of several parameters: queries, keys and values; gate and up.
 LATENT_HEADS = "self_attn.kv_b_proj.weight"
 FUSED_QKV = ("self_attn.qkv_proj.weight", "self_attn.query_key_value.weight")
@@ -340,6 +348,8 @@ def find_source(parameter: ParameterShape, config: DecoderConfig, found: Shapes)
         if key == "mlp.correction" and name in found and len(found[name]) == 2:  # ERNIE: [1, E]
             return OneDimension(name, (1, *shape), 1)
         return _matrix(name, shape, parameter.transposed or key.endswith("norm.weight"))
+    if key.startswith("inputs."):
+        return _token_source(key, int(path[1]), config, parameter)
     if key in ("attention.keys", "attention.values"):
         return _latent_heads(prefix + LATENT_HEADS, key, config)
     layer = config.layers[int(path[1])]
@@ -356,6 +366,16 @@ def find_source(parameter: ParameterShape, config: DecoderConfig, found: Shapes)
     patterns = [prefix + pattern for pattern in EXPERTS[key]]
     pattern = next((each for each in patterns if each.format(expert=0) in found), patterns[0])
     return PerExpert(pattern, experts, (out, into))
+
+
+def _token_source(key: str, layer: int, config: DecoderConfig, parameter: ParameterShape) -> Source:
+    size, whole = config.token_inputs, len(config.layers) * config.token_inputs
+    if key == "inputs.table":
+        return Columns(TOKEN_TABLES, (config.vocabulary, whole), layer * size)
+    if key == "inputs.context.kernel":
+        shape, flipped = (whole, config.width), not parameter.transposed
+        return Rows(TOKEN_CONTEXTS, shape, layer * size, flipped)
+    return Whole(TOKEN_NORM, (size,))
 
 
 def _next_token_source(parameter: ParameterShape, config: DecoderConfig, found: Shapes) -> Source:

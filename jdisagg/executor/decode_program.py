@@ -30,7 +30,7 @@ from jdisagg.executor.state_access import recur_over
 from jdisagg.executor.step_attention import StepAttention
 from jdisagg.executor.weights import Weights
 from jdisagg.messages.step_commands import SlotAdmit, SlotGrow
-from jdisagg.model_api import AdapterRows, Shards
+from jdisagg.model_api import AdapterRows, Given, Shards
 from jdisagg.ops.quarantine import reveal
 from jdisagg.scheduler.executor import MeshLimits
 from jdisagg.scheduler.speculation import CHAIN
@@ -487,6 +487,7 @@ class DecodePrograms:
         pools, nowhere = self._pools, self._pools.states.rank_rows
         ring_pages, spec = self._limits.ring_pages, self._limits.kv_spec
         taps = self._weights.taps if self._next_tokens else ()
+        sources = spec.sources_in(self._layers)
 
         def forward(
             stem_leaves: Any,
@@ -514,19 +515,20 @@ class DecodePrograms:
 
             edge: Any = weights.edge.merge(stem_leaves) if weights.edge else None
             x_TD = edge.embed(row.token, shards) if weights.begins else x[0]
+            more = {"given": Given(row.token, x_TD)} if weights.reads_tokens else {}
             tapped: list[jax.Array] = []
             for number, (part, leaves, layer_pages, layer_states, layer_rings) in enumerate(
                 zip(layers, layer_leaves, *kept, strict=True)
             ):
                 tapped += [x_TD] * taps.count(number)
                 layer: Any = part.merge(leaves)
-                keep = new_rings if layer_rings else new_pages
-                attend = attention.over(layer_pages, layer_rings, keep)
+                source, new = sources[number], (new_pages, new_rings)
+                attend = attention.over(layer_pages, layer_rings, new, source)
                 if drafted is not None:
                     recur = drafted.over(layer_states)
                 else:
                     recur = recur_over(layer_states, state_T, None, None, new_states.append)
-                x_TD = layer(x_TD, at_T, attend, shards, row.active, recur=recur)
+                x_TD = layer(x_TD, at_T, attend, shards, row.active, recur=recur, **more)
                 # A layer calls `attend` only if it has KV, and `recur` only if it has recurrent
                 # state.
                 if not layer_pages:

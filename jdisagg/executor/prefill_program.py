@@ -3,8 +3,9 @@
 The chain is: group 0 (with the embedding), group 1, ..., then head and sampling for rows that end
 their prompt. Page arrays are never offered.
 
-The last layer computes keys and values for all tokens, but everything else only for the last tokens
-of the rows that sample.
+The last layer with KV or state computes these for all tokens, but everything else only for the last
+tokens of the rows that sample. Layers after it, which read the KV of earlier layers or have no
+attention, compute these tokens only.
 
 The keys and values of a next-token layer depend on the last hidden state of every token, so all
 layers are then computed for all tokens."""
@@ -27,7 +28,7 @@ from jdisagg.executor.state_access import recur_over, runs_of
 from jdisagg.executor.weights import Weights
 from jdisagg.layout.platforms import traits_of
 from jdisagg.messages.step_commands import PrefillChunk, PrefillRow
-from jdisagg.model_api import AdapterRows, Attend, DraftLayer, Shards
+from jdisagg.model_api import AdapterRows, Attend, DraftLayer, Given, Shards
 from jdisagg.ops.kv_rows import block_of
 from jdisagg.prompt.images import spatial_positions
 from jdisagg.prompt.logprobs import LAST
@@ -233,7 +234,8 @@ class PrefillPrograms:
             embeds = x is None
             program = self._group(group, chunk, of_group, embeds)
             place = self._sums.place(index) if self._sums else ()
-            own = (self._weights.stem.leaves, tokens) if embeds or self._drafts(group) else ()
+            embedded = embeds or self._embeds(group)
+            own = (self._weights.stem.leaves, tokens) if embedded else ()
             before = () if x is None else x
             x, new_pages, new_states, block, of_block = program(
                 layers, pages, states, before, *meta, sampling, spatial, of_group, key, place, *own
@@ -290,11 +292,12 @@ class PrefillPrograms:
             lambda: self._programs.compile(body, arguments, (stem.specs, RANK), RANK),
         )
 
-    def _drafts(self, group: range) -> bool:
-        return len(self._weights.layers) in group
+    def _embeds(self, group: range) -> bool:
+        """Whether the group embeds tokens for its layers."""
+        return len(self._weights.layers) in group or self._weights.reads_tokens
 
     def _group(self, group: range, chunk: ChunkArrays, deep: Any, embeds: bool) -> Any:
-        parts, drafts = self._weights[group], self._drafts(group)
+        parts, embedded = self._weights[group], embeds or self._embeds(group)
         width, last = chunk.tokens.shape[1], group.stop == len(self._pool.spec.layers)
         # Only the last group's program depends on which tokens are sampled.
         form = chunk.form if last else ChunkForm(chunk.form.packed)
@@ -326,11 +329,11 @@ class PrefillPrograms:
                 deep_spec,
                 *key_specs,
             )
-            in_specs += (self._weights.stem.specs, RANK) if drafts or embeds else ()
+            in_specs += (self._weights.stem.specs, RANK) if embedded else ()
             emitted = [BLOCK_SPEC] if self._emit else []
             out_specs = (RANK, page_specs, state_specs, emitted, sum_specs)
             arguments = ([part.leaves for part in parts], pages, states, x, *meta, deep, *keys)
-            arguments += (self._weights.stem.leaves, chunk.tokens) if drafts or embeds else ()
+            arguments += (self._weights.stem.leaves, chunk.tokens) if embedded else ()
             # The last group returns fewer activations than its input has. A group with taps returns
             # more.
             donate = (1, 2) if last or within or embeds else (1, 2, 3)
@@ -341,7 +344,8 @@ class PrefillPrograms:
         return self._programs.get(key, build)
 
     def _group_body(self, group: range, form: ChunkForm) -> Any:
-        parts, last = self._weights[group], len(self._pool.spec.layers) - 1
+        parts, stored = self._weights[group], self._pool.spec.last_stored
+        sources = self._pool.spec.sources_in(group)
         weights, layers = self._weights, len(self._weights.layers)
         common, sums, page_size = self._shards, self._sums, self._pool.page_size
         tables, (rows, window_rows) = self._tables, self._rank_rows
@@ -391,12 +395,17 @@ class PrefillPrograms:
             if tokens is not None and isinstance(x, tuple):
                 x = weights.stem.merge(stem_leaves).embed(tokens[0], shards)[None]  # type: ignore[attr-defined]
             x_TD, *tapped = jnp.split(x[0], x.shape[-1] // width, axis=-1)
-            for index, part, part_leaves, layer_pages, layer_states, kind in zip(
-                group, parts, leaves, pages, states, kinds, strict=True
+            valid_T, alone, given = segment_T >= 0, False, None
+            if weights.reads_tokens and tokens is not None:
+                own: Any = weights.stem.merge(stem_leaves)
+                given = Given(tokens[0], own.embed(tokens[0], shards))
+            for index, source, part, part_leaves, layer_pages, layer_states, kind in zip(
+                group, sources, parts, leaves, pages, states, kinds, strict=True
             ):
                 layer: Any = part.merge(part_leaves)
                 tapped += [x_TD] * taps.count(index)
-                asked_R = rows_R if index == last and not form.every_token else None
+                asked_R = rows_R if index == stored and not form.every_token else None
+                alone |= asked_R is not None
                 if index == layers:
                     assert tokens is not None
                     sends = bool(kind.components)
@@ -410,19 +419,21 @@ class PrefillPrograms:
                     x_TD = x_TD if asked_R is None else jnp.take(x_TD, asked_R, 0, mode="clip")
                     new_states.append(())
                     continue
-                x_TD = layer(
-                    x_TD,
-                    turned_T,
-                    attention.over(
-                        layer_pages, asked_R is not None, bool(kind.components), apart[index]
-                    ),
-                    shards,
-                    segment_T >= 0,
-                    asked_R,
-                    recur_over(layer_states, slot_R, begun_R == 0, runs, new_states.append, kept),
+                recur = recur_over(
+                    layer_states, slot_R, begun_R == 0, runs, new_states.append, kept
                 )
+                if source is None:
+                    sends = bool(kind.components)
+                    attend = attention.over(layer_pages, alone, sends, apart[index])
+                else:
+                    attend = attention.reading(source, alone)
+                more = {} if given is None else {"given": given}
+                x_TD = layer(x_TD, turned_T, attend, shards, valid_T, asked_R, recur, **more)
                 if not isinstance(deep, tuple) and index < deep.shape[2]:
-                    x_TD = x_TD + _rows_of(deep[0, :, index], asked_R)
+                    x_TD = x_TD + _rows_of(deep[0, :, index], rows_R if alone else None)
+                if asked_R is not None:  # layers after this one have these rows alone
+                    turned_T, valid_T = _rows_of(turned_T, asked_R), asked_R >= 0
+                    shards, given = shards.of_rows(asked_R), given and given.of_rows(asked_R)
                 # A layer calls `attend` only if it has KV, and `recur` only if it has recurrent
                 # state.
                 if not layer_pages:

@@ -36,16 +36,30 @@ class StepAttention:
         self._positions_BQ = step.positions_BQ
         self._selected: Selected | None = None  # by the last layer with an indexer of positions
 
-    def over(self, pages: LayerPages, rings: LayerPages, keep: list[LayerPages]) -> Attend:
-        """The function appends the updated page arrays to `keep`."""
+    def over(
+        self,
+        pages: LayerPages,
+        rings: LayerPages,
+        new: tuple[list[LayerPages], list[LayerPages]],
+        source: int | None,
+    ) -> Attend:
+        """Returns the attention function of the next layer. It appends the updated page arrays to
+        one of the lists in `new`: that of pages or that of rings. The function of a layer that
+        reads the KV of an earlier layer, at place `source` of these lists, only reads."""
+        if source is not None:
+            pages, rings = (of_layers[source] for of_layers in new)
         layer_pages, places = (rings, self._in_rings) if rings else (pages, self._in_pages)
+        keep = new[1] if rings else new[0]
 
         def attend(
             q_TNH: jax.Array,
-            k_TKH: jax.Array,
+            k_TKH: jax.Array | None,
             v_TKH: jax.Array | None,
             **how: Unpack[AttendOptions],
         ) -> jax.Array:
+            if source is not None:
+                return self._attend(q_TNH, layer_pages, places, how)
+            assert k_TKH is not None
             written = _write(layer_pages, places, k_TKH, v_TKH, how.get("index"))
             keep.append(written)
             return self._attend(q_TNH, written, places, how)

@@ -91,6 +91,7 @@ class Weights:
         held: Indices of the layers on the mesh that uses these weights. With one pipeline stage,
             these are all layers.
         next_token: The layer that drafts tokens. Its KV comes after the KV of `layers`.
+        reads_tokens: Whether layers read the step's tokens and their embeddings.
     """
 
     stem: Part
@@ -101,6 +102,7 @@ class Weights:
     held: range
     next_token: Part | None = None
     vision: VisionParts | None = None
+    reads_tokens: bool = False
 
     @property
     def parts(self) -> tuple[Part, ...]:
@@ -172,7 +174,8 @@ def split_model(
         deep = tuple(_part(merger, layout) for merger in eyes.deep_mergers)
         patches, merger = _part(eyes.patches, layout), _part(eyes.merger, layout)
         vision = VisionParts(patches, blocks, merger, deep, eyes.deep_after)
-    return Weights(stem, head, layers, x.shape[-1], x.dtype, held, next_token, vision)
+    more = (held, next_token, vision, model.reads_tokens)
+    return Weights(stem, head, layers, x.shape[-1], x.dtype, *more)
 
 
 def _part(module: object, layout: Layout) -> Part:

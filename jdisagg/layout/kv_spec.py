@@ -81,11 +81,14 @@ class KVLayer:
         components: Arrays with one entry per position.
         window: Number of positions that a token attends to, including its own. None means all.
         state: Arrays with one entry per sequence, in recurrent layers.
+        source: Index of the earlier layer whose keys and values this layer, which has none of its
+            own, attends to.
     """
 
     components: tuple[KVComponent, ...]
     window: int | None = None
     state: tuple[KVComponent, ...] = ()
+    source: int | None = None
 
 
 @dataclass(frozen=True)
@@ -149,7 +152,9 @@ class KVSpec:
     def _of(self, wanted: list[bool]) -> "KVSpec":
         return KVSpec(
             tuple(
-                KVLayer(layer.components, layer.window) if keep else KVLayer(())
+                KVLayer(layer.components, layer.window, source=layer.source)
+                if keep
+                else KVLayer((), source=layer.source)
                 for layer, keep in zip(self.layers, wanted, strict=True)
             ),
             self.dtype,
@@ -168,7 +173,10 @@ class KVSpec:
     def cuts(self) -> tuple[int, ...]:
         """Indices of the layers with KV after which the layers can be cut into programs. A layer
         that attends to the positions which an earlier layer selected, and so has no key of an
-        indexer, is in the same program as this layer."""
+        indexer, is in the same program as this layer. So is a layer that reads the KV of an earlier
+        layer."""
+        sources = [layer.source for layer in self.layers if layer.source is not None]
+        first, last = min(sources, default=len(self.layers)), self.positioned[-1:]
         own = [
             bool({"index", "k"} & {part.name for part in self.layers[at].components})
             for at in self.positioned
@@ -178,9 +186,22 @@ class KVSpec:
             [
                 at
                 for at, then in zip(self.positioned, [*follows[1:], False], strict=True)
-                if not then
+                if not then and (at < first or at in last)
             ]
         )
+
+    def sources_in(self, layers: range) -> list[int | None]:
+        """Returns, for each of `layers`, the place among them of the layer whose KV it reads, or
+        None if it reads its own."""
+        sources = [self.layers[at].source for at in layers]
+        return [None if source is None else source - layers.start for source in sources]
+
+    @functools.cached_property
+    def last_stored(self) -> int:
+        """Index of the last layer that stores KV or state. A prefill computes all layers after it
+        only for the tokens that it samples from."""
+        stored = [at for at, layer in enumerate(self.layers) if layer.components or layer.state]
+        return max(stored, default=-1)
 
     @functools.cached_property  # asked for with every block
     def bytes_per_token(self) -> int:

@@ -134,6 +134,9 @@ async def test_experts_spread_any_way_give_the_tokens_of_a_dense_pass(prefill, d
         # More devices than KV heads by which all of its layers could be cut.
         pytest.param("gemma4", "tp=4", "dp=2,tp=2", 64, marks=slow),
         pytest.param("gemma4_moe", "tp=4", "dp=2,tp=2,ep=4", 64, marks=slow),
+        # Layers that read the KV of an earlier layer, for the tokens that sample alone.
+        pytest.param("gemma4_e2b", "tp=2", "dp=2", 16, marks=ci),
+        pytest.param("gemma4_e2b", "tp=4", "dp=2,tp=2", 64, marks=slow),
         # Latent attention. With chunks of 16 the second one attends to latents in pages.
         pytest.param("deepseek_v3", "tp=1", "tp=4", 64, marks=ci),
         pytest.param("deepseek_v3", "tp=2,ep=2", "dp=2,tp=2,ep=4", 16, marks=slow),
@@ -155,6 +158,8 @@ async def test_experts_spread_any_way_give_the_tokens_of_a_dense_pass(prefill, d
         pytest.param("qwen3_5", "tp=2", "dp=2,tp=1", 16, marks=ci),
         pytest.param("granite4_moe", "tp=2", "dp=2,tp=1", 16, marks=slow),
         pytest.param("lfm2", "tp=4", "dp=2", 16, marks=ci),
+        # State and windows, whose KV is sent with that of the other layers.
+        pytest.param("lfm3", "tp=2", "dp=2", 16, marks=ci),
         pytest.param("minimax", "tp=4", "dp=2", 16, marks=ci),
         pytest.param("minimax", "dp=2,tp=2,ep=4", "tp=2,ep=2", 64, marks=slow),
         pytest.param("granite4_hybrid", "tp=1", "tp=4", 16, marks=slow),
@@ -165,6 +170,7 @@ async def test_experts_spread_any_way_give_the_tokens_of_a_dense_pass(prefill, d
         pytest.param("kimi_linear", "tp=2", "dp=2", 16, marks=ci),
         pytest.param("kimi_linear", "tp=1", "tp=4", 64, marks=slow),
         pytest.param("kimi_linear_shared", "tp=2,ep=2", "dp=4,ep=4", 16, marks=slow),
+        pytest.param("bailing_hybrid", "tp=2,ep=2", "dp=2,ep=2", 16, marks=slow),
     ],
 )
 async def test_a_family_gives_the_tokens_of_transformers(
@@ -190,8 +196,11 @@ async def test_a_family_gives_the_tokens_of_transformers(
         pytest.param("deepseek_v32", Mode.CHUNKED, "dp=2,tp=2", marks=slow),
         pytest.param("glm_moe_dsa_shared", Mode.CHUNKED, "dp=2,tp=2", marks=slow),
         pytest.param("minimax_m3", Mode.CHUNKED, "dp=2,tp=2", marks=slow),
+        pytest.param("gemma4_e2b", Mode.CHUNKED, "dp=2,tp=2", marks=ci),
         pytest.param("llama4", Mode.UNIFIED, "tp=4", marks=slow),
         pytest.param("lfm2", Mode.CHUNKED, "dp=2,tp=2", marks=slow),
+        pytest.param("lfm3", Mode.CHUNKED, "dp=2,tp=2", marks=slow),
+        pytest.param("bailing_hybrid", Mode.CHUNKED, "dp=2,tp=2", marks=slow),
         pytest.param("qwen3_next", Mode.CHUNKED, "dp=1,tp=2", marks=slow),
         pytest.param("kimi_linear", Mode.CHUNKED, "dp=2,tp=2", marks=slow),
         pytest.param("minimax", Mode.CHUNKED, "dp=2,tp=2,ep=2", marks=slow),
