@@ -138,7 +138,8 @@ def gemma4_text(draw: Draw) -> Fields:
         experts = draw.experts()
         experts["top_k_experts"] = experts.pop("num_experts_per_tok")
         fields |= experts | {"enable_moe_block": True}
-    return fields | _token_inputs(draw, fields) | _shared_layers(draw, fields)
+    fields |= _token_inputs(draw, fields)
+    return fields | _shared_layers(draw, fields)
 
 
 def _token_inputs(draw: Draw, fields: Fields) -> Fields:
@@ -147,10 +148,12 @@ def _token_inputs(draw: Draw, fields: Fields) -> Fields:
 
 
 def _shared_layers(draw: Draw, fields: Fields) -> Fields:
-    """Both kinds of layers must have some with keys and values of their own."""
+    """Both kinds of layers must have some with keys and values of their own. transformers 5.24
+    fails on shared layers if layers read no tokens."""
     kinds: list[str] = fields["layer_types"]  # type: ignore[assignment]
     least = max(kinds.index(kind) for kind in {*kinds}) + 1
     shared = draw.random.randint(0, draw.layers - least)
+    shared *= fields["hidden_size_per_layer_input"] != 0
     wide = draw.flag() and not fields.get("enable_moe_block")
     return {"num_kv_shared_layers": shared, "use_double_wide_mlp": wide}
 
