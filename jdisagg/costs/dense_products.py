@@ -115,6 +115,7 @@ def _projections(shape: CostGeometry, tp: int, shards: int) -> list[Part]:
         assert not isinstance(kind, LatentAttention)
         queries = tp if kind.kv_heads == most_kv_shards(shape) else shards
         late = kind.head_dim * (kind.query_heads / queries + kind.gated * kind.query_heads / tp)
+        late += kind.head_gates * kind.query_heads / tp
         wide = late + kind.kv_parameters(1) / shards
         out = shape.width * kind.value_size * kind.query_heads
         parts.append((shape.width * wide, own, 1, wide, 0))
