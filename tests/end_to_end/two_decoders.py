@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from jdisagg.assembly import Crash, Crashable, Worker
-from jdisagg.config import EngineConfig, LimitsConfig
+from jdisagg.config import EngineConfig
 from jdisagg.dispatch.request_context import ClusterPorts
 from jdisagg.dispatch.token_stream import Detokenizer
 from jdisagg.engine.embedded import EmbeddedCluster
@@ -18,6 +18,7 @@ from jdisagg.worker.decode_worker import DecodeWorker
 from tests import time_scale
 from tests.end_to_end.clusters import Running, assert_all_free
 from tests.fakes.cluster import Collected
+from tests.shapes import PATIENT
 
 SECOND = "second"
 
@@ -79,7 +80,7 @@ class TwoDecoders(EmbeddedCluster):
 
 
 # For hand-offs while programs compile; what a dead worker held of others is free afterwards.
-LEASES = LimitsConfig(pull_seconds=60.0, handoff_lease_seconds=10.0, reservation_lease_seconds=60.0)
+LEASES = replace(PATIENT, handoff_lease_seconds=10.0)
 
 
 async def until_all_free(run: Running) -> None:
