@@ -32,7 +32,15 @@ from absl import app, flags
 
 from benchmarks.measure import save
 from benchmarks.measured_model import NoText
-from jdisagg.config import SPECULATE, EngineConfig, InstanceConfig, Mode, ModelConfig, PrefixConfig
+from jdisagg.config import (
+    SPECULATE,
+    EngineConfig,
+    InstanceConfig,
+    LimitsConfig,
+    Mode,
+    ModelConfig,
+    PrefixConfig,
+)
 from jdisagg.engine.embedded import EmbeddedCluster
 from jdisagg.executor.program_cache import use_compilation_cache
 from jdisagg.messages.step_commands import DecodeResult, DecodeSteps
@@ -206,6 +214,7 @@ class Served:
             decode=instance,
             prefix=PrefixConfig(reuse=False),  # the second time, prompts must have the same bits
             warm_up=False,
+            limits=LimitsConfig(step_seconds=900.0),  # programs compile within steps
         )
         load = loader(_MODEL.value, "float32", speculate=_SPECULATE.value)
         self.cluster = EmbeddedCluster(config, load, NoText(), jax.devices()[:1])
