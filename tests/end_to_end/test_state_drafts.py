@@ -35,7 +35,7 @@ BLOCK = 16
             ("minimax", "ngram", "tp=2", "dp=2,ep=2"),
             ("nemotron_h_moe", "ngram", "tp=1", "dp=2"),
         ],
-        ci=2,
+        ci=3,
     ),
 )
 async def test_a_storm_changes_no_stream(

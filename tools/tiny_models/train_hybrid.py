@@ -11,6 +11,7 @@ from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from time import monotonic
+from typing import Unpack
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +21,7 @@ from flax import nnx
 from safetensors.numpy import save_file
 from tokenizers import Tokenizer
 
-from jdisagg.model_api import Shards
+from jdisagg.model_api import AttendOptions, Shards
 from jdisagg.ops.dense_attention import dense_causal_attend
 from jdisagg.ops.dense_recurrence import recur_from_the_beginning
 from launch.console import run
@@ -121,6 +122,12 @@ def train_model(model: Decoder, tokenizer: Tokenizer, schedule: Schedule) -> Dec
     return nnx.merge(graph, parameters)
 
 
+def _attend(
+    q_TNH: jax.Array, k_TKH: jax.Array, v_TKH: jax.Array | None, **how: Unpack[AttendOptions]
+) -> jax.Array:
+    return dense_causal_attend(q_TNH, k_TKH, v_TKH, **how)
+
+
 def _objective(model: Decoder, rows: PackedRows) -> tuple[jax.Array, jax.Array]:
     """Each row is one sequence, although it has several documents."""
     shards, next_token = Shards(), model.next_token
@@ -133,13 +140,13 @@ def _objective(model: Decoder, rows: PackedRows) -> tuple[jax.Array, jax.Array]:
             recur = recur_from_the_beginning(
                 kept.state, model.kv_spec.dtype, tokens_T.shape[0], shards
             )
-            x_TD = layer(x_TD, positions_T, dense_causal_attend, shards, recur=recur)
+            x_TD = layer(x_TD, positions_T, _attend, shards, recur=recur)
         return model.stem.normed(x_TD)
 
     def drafted(tokens_T: jax.Array, y_TD: jax.Array) -> jax.Array:
         embedded_TD = jax.lax.stop_gradient(model.stem.embed(tokens_T, shards))
         before_TD = jnp.roll(y_TD, 1, axis=0)
-        return next_token(embedded_TD, before_TD, positions_T, dense_causal_attend, shards)
+        return next_token(embedded_TD, before_TD, positions_T, _attend, shards)
 
     def likelihoods(y_RTD: jax.Array) -> jax.Array:
         logits_RTV = jax.vmap(lambda y_TD: model.stem.project(y_TD, shards))(y_RTD)
