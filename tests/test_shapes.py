@@ -18,7 +18,6 @@ OTHERS = {
     "test_serve_comes_back.py": "the fewest programs that a start can compile",
     "test_soak.py": "pages for a part of sequences of many lengths",
     "test_stages.py": "groups of layers",
-    "test_state_drafts.py": "few pages for models with short contexts",
     "test_state_reuse.py": "the fewest programs that a warm-up can compile",
     "test_token_identity.py": "blocks of several groups of layers",
     "test_tpu_forms.py": "pages of a TPU",
