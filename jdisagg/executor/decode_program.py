@@ -28,7 +28,7 @@ from jdisagg.executor.programs import Programs
 from jdisagg.executor.slot_state import RowFormat
 from jdisagg.executor.state_access import recur_over
 from jdisagg.executor.step_attention import StepAttention
-from jdisagg.executor.weights import Weights
+from jdisagg.executor.weights import LayerCalls, Part, Weights
 from jdisagg.messages.step_commands import SlotAdmit, SlotGrow
 from jdisagg.model_api import AdapterRows, Shards
 from jdisagg.ops.quarantine import reveal
@@ -508,33 +508,42 @@ class DecodePrograms:
             drafted = None
             if drafts and spec.has_state:
                 drafted = DraftedStates(step, state_T[: batch.shape[1]])
-            new_pages: list[LayerPages] = []
-            new_states: list[LayerPages] = []
-            new_rings: list[LayerPages] = []
+
+            def compute(
+                part: Part,
+                _: None,
+                leaves: Any,
+                layer_pages: LayerPages,
+                layer_states: LayerPages,
+                layer_rings: LayerPages,
+                x_TD: jax.Array,
+            ) -> tuple[jax.Array, LayerPages, LayerPages, LayerPages]:
+                # A layer calls `attend` only if it has KV, and `recur` only if it has recurrent
+                # state.
+                written: list[LayerPages] = []
+                advanced: list[LayerPages] = []
+                attend = attention.over(layer_pages, layer_rings, written)
+                if drafted is not None:
+                    recur = drafted.over(layer_states)
+                else:
+                    recur = recur_over(layer_states, state_T, None, None, advanced.append)
+                layer: Any = part.merge(leaves)
+                x_TD = layer(x_TD, at_T, attend, shards, row.active, recur=recur)
+                (pages,), (states,) = written or [()], advanced or [()]
+                return x_TD, *(((), states, pages) if layer_rings else (pages, states, ()))
 
             edge: Any = weights.edge.merge(stem_leaves) if weights.edge else None
             x_TD = edge.embed(row.token, shards) if weights.begins else x[0]
             tapped: list[jax.Array] = []
-            for number, (part, leaves, layer_pages, layer_states, layer_rings) in enumerate(
+            updated: list[tuple[LayerPages, ...]] = []
+            calls = LayerCalls(compute, spec.selects or drafted is not None)
+            for number, (part, leaves, *of_layer) in enumerate(
                 zip(layers, layer_leaves, *kept, strict=True)
             ):
                 tapped += [x_TD] * taps.count(number)
-                layer: Any = part.merge(leaves)
-                keep = new_rings if layer_rings else new_pages
-                attend = attention.over(layer_pages, layer_rings, keep)
-                if drafted is not None:
-                    recur = drafted.over(layer_states)
-                else:
-                    recur = recur_over(layer_states, state_T, None, None, new_states.append)
-                x_TD = layer(x_TD, at_T, attend, shards, row.active, recur=recur)
-                # A layer calls `attend` only if it has KV, and `recur` only if it has recurrent
-                # state.
-                if not layer_pages:
-                    new_pages.append(())
-                if not layer_states:
-                    new_states.append(())
-                if not layer_rings:
-                    new_rings.append(())
+                x_TD, *of_layer = calls(part, None, leaves, *of_layer, x_TD)
+                updated.append(tuple(of_layer))
+            new_pages, new_states, new_rings = map(list, zip(*updated, strict=True))
             kept = (new_pages, new_states, new_rings)
             return _Passed(step, kept, x_TD, edge, shards, tapped, drafted)
 

@@ -27,7 +27,7 @@ from jdisagg.executor.programs import RANK, Programs
 from jdisagg.executor.results import StepChoice
 from jdisagg.executor.slot_state import RowFormat
 from jdisagg.executor.step_attention import StepAttention
-from jdisagg.executor.weights import Weights
+from jdisagg.executor.weights import LayerCalls, Part, Weights
 from jdisagg.messages.step_commands import PrefillChunk
 from jdisagg.model_api import AdapterRows, Attend, AttendOptions, Index, Shards
 from jdisagg.ops.quarantine import reveal
@@ -138,8 +138,8 @@ class MixedPrograms:
                 own_T = jnp.take(states[:, 3], segment_T, mode="clip")
                 slot_T = jnp.concatenate((own_T, rows.adapter(row.ints)))
                 shards = dataclasses.replace(common, adapters=AdapterRows(slot_T))
-            part = (positions_T, segment_T, table_RN, past_R, continuing, last_R)
-            chunk = ChunkAttention(RankChunk(*part, True), *sizes, shards)
+            own = (positions_T, segment_T, table_RN, past_R, continuing, last_R)
+            chunk = ChunkAttention(RankChunk(*own, True), *sizes, shards)
             both = _MixedAttention(chunk, StepAttention(step, rows, pools, 0, shards.platform))
 
             stem: Any = weights.stem.merge(stem_leaves)
@@ -154,17 +154,27 @@ class MixedPrograms:
             x_TD = stem.embed(jnp.concatenate((tokens_T, row.token)), shards)
             count, drafter = len(layer_leaves), weights.next_token
             tapped: list[jax.Array] = []
-            for number, (model, leaves, pages) in enumerate(
-                zip(weights.layers, layer_leaves, kept[0], strict=True)
-            ):
-                layer: Any = model.merge(leaves)
-                tapped += [x_TD[:tokens]] * weights.taps.count(number)
-                ends = number == count - 1 and drafter is None
-                attend = both.over(pages, tokens, ends)
+
+            def compute(
+                part: Part, ends: bool, leaves: Any, layer_pages: LayerPages, x_TD: jax.Array
+            ) -> tuple[jax.Array, LayerPages]:
+                layer: Any = part.merge(leaves)
+                attend = both.over(layer_pages, tokens, ends)
                 x_TD = layer(x_TD, at_T, attend, shards, valid_T, asked_R if ends else None)
                 # A layer without KV does not call `attend`.
-                if not pages:
+                if not layer_pages:
                     chunk.without_kv()
+                return x_TD, chunk.pages.pop()
+
+            calls = LayerCalls(compute, self._limits.kv_spec.selects)
+            new_pages: list[LayerPages] = []
+            for number, (part, leaves, layer_pages) in enumerate(
+                zip(weights.layers, layer_leaves, kept[0], strict=True)
+            ):
+                tapped += [x_TD[:tokens]] * weights.taps.count(number)
+                ends = number == count - 1 and drafter is None
+                x_TD, written = calls(part, ends, leaves, layer_pages, x_TD)
+                new_pages.append(written)
             if drafter is not None:
                 attend = chunk.over(draft_pages[0], True, False)
                 rows_T = (tokens_T, at_T[:tokens], segment_T)
@@ -175,7 +185,7 @@ class MixedPrograms:
             x_RD, x_BD = jnp.split(x_TD, (last_R.shape[0],))
             y_BD = stem.normed(reveal(x_BD))
             logits_BV = logits(stem, y_BD, shards, rows.vocabulary)
-            return chunk.pages[:count], logits_BV[None], x_RD[None], chunk.pages[count:]
+            return new_pages, logits_BV[None], x_RD[None], chunk.pages
 
         return body
 

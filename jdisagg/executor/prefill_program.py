@@ -24,7 +24,7 @@ from jdisagg.executor.image_programs import ImagePrograms
 from jdisagg.executor.page_pool import LayerPages, Pools
 from jdisagg.executor.programs import BLOCK_SPEC, RANK, Programs
 from jdisagg.executor.state_access import recur_over, runs_of
-from jdisagg.executor.weights import Weights
+from jdisagg.executor.weights import LayerCalls, Part, Weights
 from jdisagg.layout.platforms import traits_of
 from jdisagg.messages.step_commands import PrefillChunk, PrefillRow
 from jdisagg.model_api import AdapterRows, Attend, DraftLayer, Shards
@@ -391,17 +391,45 @@ class PrefillPrograms:
             if tokens is not None and isinstance(x, tuple):
                 x = weights.stem.merge(stem_leaves).embed(tokens[0], shards)[None]  # type: ignore[attr-defined]
             x_TD, *tapped = jnp.split(x[0], x.shape[-1] // width, axis=-1)
+
+            def compute(
+                part: Part,
+                form_of_layer: tuple[bool, bool, bool],
+                leaves: Sequence[jax.Array],
+                layer_pages: LayerPages,
+                layer_states: LayerPages,
+                x_TD: jax.Array,
+            ) -> tuple[jax.Array, LayerPages, LayerPages, LayerPages]:
+                ends, sends, windowed = form_of_layer
+                advanced: list[LayerPages] = []
+                layer: Any = part.merge(leaves)
+                x_TD = layer(
+                    x_TD,
+                    turned_T,
+                    attention.over(layer_pages, ends, sends, windowed),
+                    shards,
+                    segment_T >= 0,
+                    rows_R if ends else None,
+                    recur_over(layer_states, slot_R, begun_R == 0, runs, advanced.append, kept),
+                )
+                # A layer calls `attend` only if it has KV, and `recur` only if it has recurrent
+                # state.
+                if not layer_pages:
+                    attention.without_kv()
+                (state_of,) = advanced or [()]
+                return x_TD, attention.pages.pop(), attention.sent.pop(), state_of
+
+            calls = LayerCalls(compute, self._pool.spec.selects)
             for index, part, part_leaves, layer_pages, layer_states, kind in zip(
                 group, parts, leaves, pages, states, kinds, strict=True
             ):
-                layer: Any = part.merge(part_leaves)
                 tapped += [x_TD] * taps.count(index)
-                asked_R = rows_R if index == last and not form.every_token else None
+                ends = index == last and not form.every_token
+                sends, asked_R = bool(kind.components), rows_R if ends else None
                 if index == layers:
                     assert tokens is not None
-                    sends = bool(kind.components)
                     attend = attention.over(layer_pages, True, sends, apart[index])
-                    stem: Any = weights.stem.merge(stem_leaves)
+                    layer, stem = part.merge(part_leaves), weights.stem.merge(stem_leaves)
                     y_TD = jnp.concatenate(tapped, axis=-1) if taps else stem.normed(x_TD)
                     compute_draft_kv(
                         stem, layer, y_TD, (tokens[0], turned_T, segment_T), attend, common
@@ -410,25 +438,15 @@ class PrefillPrograms:
                     x_TD = x_TD if asked_R is None else jnp.take(x_TD, asked_R, 0, mode="clip")
                     new_states.append(())
                     continue
-                x_TD = layer(
-                    x_TD,
-                    turned_T,
-                    attention.over(
-                        layer_pages, asked_R is not None, bool(kind.components), apart[index]
-                    ),
-                    shards,
-                    segment_T >= 0,
-                    asked_R,
-                    recur_over(layer_states, slot_R, begun_R == 0, runs, new_states.append, kept),
+                form_of_layer = (ends, sends, apart[index])
+                x_TD, written, sent, state_of = calls(
+                    part, form_of_layer, part_leaves, layer_pages, layer_states, x_TD
                 )
+                attention.pages.append(written)
+                attention.sent.append(sent)
+                new_states.append(state_of)
                 if not isinstance(deep, tuple) and index < deep.shape[2]:
                     x_TD = x_TD + _rows_of(deep[0, :, index], asked_R)
-                # A layer calls `attend` only if it has KV, and `recur` only if it has recurrent
-                # state.
-                if not layer_pages:
-                    attention.without_kv()
-                if not layer_states:
-                    new_states.append(())
             if tapped:
                 x_TD = jnp.concatenate((x_TD, *tapped), axis=-1)
             if sums is None:

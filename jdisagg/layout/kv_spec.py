@@ -160,6 +160,11 @@ class KVSpec:
         return bool(self.state.components)
 
     @functools.cached_property
+    def selects(self) -> bool:
+        """Whether layers have indexers, which select the positions to attend to."""
+        return any(part.name == "index" for layer in self.layers for part in layer.components)
+
+    @functools.cached_property
     def positioned(self) -> tuple[int, ...]:
         """Indices of the layers that store KV per position, as opposed to recurrent state only."""
         return tuple(index for index, layer in enumerate(self.layers) if layer.components)
