@@ -3,7 +3,8 @@
 The slot state stays on the device between steps. The host can therefore issue the next step before
 it has read the last step's tokens. Pages, hot state and counts are donated and updated in place.
 
-Layers are unrolled, because a scan would copy each layer's weights.
+Layers are unrolled, because a scan would copy each layer's weights. Layers of equal structure are
+traced once (`weights.LayerCalls`).
 
 All rows write their KV before any row attends, and each row attends up to its own position. So a
 step with drafts gives the same tokens as successive steps."""
@@ -505,19 +506,13 @@ class DecodePrograms:
                 shards = replace(common, adapters=AdapterRows(rows.adapter(row.ints)))
             attention = StepAttention(step, rows, pools, ring_pages, shards.platform)
             state_T = jnp.where(row.active, rows.state(row.ints), nowhere)
-            drafted = None
-            if drafts and spec.has_state:
-                drafted = DraftedStates(step, state_T[: batch.shape[1]])
+            whole = drafts and spec.has_state
+            drafted = DraftedStates(step, state_T[: batch.shape[1]]) if whole else None
 
             def compute(
-                part: Part,
-                _: None,
-                leaves: Any,
-                layer_pages: LayerPages,
-                layer_states: LayerPages,
-                layer_rings: LayerPages,
-                x_TD: jax.Array,
-            ) -> tuple[jax.Array, LayerPages, LayerPages, LayerPages]:
+                part: Part, _: None, leaves: Any, x_TD: jax.Array, *of_layer: LayerPages
+            ) -> tuple[Any, ...]:
+                layer_pages, layer_states, layer_rings = of_layer
                 # A layer calls `attend` only if it has KV, and `recur` only if it has recurrent
                 # state.
                 written: list[LayerPages] = []
@@ -535,17 +530,16 @@ class DecodePrograms:
             edge: Any = weights.edge.merge(stem_leaves) if weights.edge else None
             x_TD = edge.embed(row.token, shards) if weights.begins else x[0]
             tapped: list[jax.Array] = []
-            updated: list[tuple[LayerPages, ...]] = []
+            updated: list[Any] = []
             calls = LayerCalls(compute, spec.selects or drafted is not None)
             for number, (part, leaves, *of_layer) in enumerate(
                 zip(layers, layer_leaves, *kept, strict=True)
             ):
                 tapped += [x_TD] * taps.count(number)
-                x_TD, *of_layer = calls(part, None, leaves, *of_layer, x_TD)
-                updated.append(tuple(of_layer))
-            new_pages, new_states, new_rings = map(list, zip(*updated, strict=True))
-            kept = (new_pages, new_states, new_rings)
-            return _Passed(step, kept, x_TD, edge, shards, tapped, drafted)
+                x_TD, *of_layer = calls(part, None, leaves, x_TD, *of_layer)
+                updated.append(of_layer)
+            pages, states, rings = map(list, zip(*updated, strict=True))
+            return _Passed(step, (pages, states, rings), x_TD, edge, shards, tapped, drafted)
 
         return forward
 
