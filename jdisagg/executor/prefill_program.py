@@ -429,7 +429,8 @@ class PrefillPrograms:
                 if index == layers:
                     assert tokens is not None
                     attend = attention.over(layer_pages, True, sends, apart[index])
-                    layer, stem = part.merge(part_leaves), weights.stem.merge(stem_leaves)
+                    layer: Any = part.merge(part_leaves)
+                    stem: Any = weights.stem.merge(stem_leaves)
                     y_TD = jnp.concatenate(tapped, axis=-1) if taps else stem.normed(x_TD)
                     compute_draft_kv(
                         stem, layer, y_TD, (tokens[0], turned_T, segment_T), attend, common
