@@ -395,17 +395,12 @@ class ObserveConfig(Settings):
 
 
 @dataclass(frozen=True)
-class EngineConfig(Settings):
-    """The embedded cluster: prefill mesh, decode mesh and router in one process.
+class ServerConfig(Settings):
+    """What an embedded cluster and a worker process have in common.
 
     Attributes:
         model: Model to serve.
-        mode: How prefill and decode share devices. disaggregated: on separate meshes. chunked,
-            unified: both on the mesh of `decode`.
-        prefill: Instance on the prefill mesh. The one-mesh modes do not use it.
-        decode: Instance on the decode mesh, or on the only mesh.
         limits: Bounds and time limits of requests.
-        routing: Placement and admission of requests.
         prefix: Prefix cache.
         service: Addresses and credentials of the service.
         warm_up: Whether the programs for all batch and chunk sizes are compiled before serving.
@@ -417,17 +412,31 @@ class EngineConfig(Settings):
     """
 
     model: ModelConfig = field(default_factory=ModelConfig)
-    mode: Annotated[Mode, FLAG] = Mode.DISAGGREGATED
-    prefill: InstanceConfig = field(default_factory=InstanceConfig)
-    decode: InstanceConfig = field(default_factory=InstanceConfig)
     limits: LimitsConfig = field(default_factory=LimitsConfig)
-    routing: RoutingConfig = field(default_factory=RoutingConfig)
     prefix: PrefixConfig = field(default_factory=PrefixConfig)
     service: ServiceConfig = field(default_factory=ServiceConfig)
     warm_up: bool = True
     compilation_cache: Annotated[str, FLAG] = "~/.cache/jdisagg/xla"
     kernels: Annotated[str, FLAG] = "auto"
     autotune_results: Annotated[str, FLAG] = ""
+
+
+@dataclass(frozen=True)
+class EngineConfig(ServerConfig):
+    """The embedded cluster: prefill mesh, decode mesh and router in one process.
+
+    Attributes:
+        mode: How prefill and decode share devices. disaggregated: on separate meshes. chunked,
+            unified: both on the mesh of `decode`.
+        prefill: Instance on the prefill mesh. The one-mesh modes do not use it.
+        decode: Instance on the decode mesh, or on the only mesh.
+        routing: Placement and admission of requests.
+    """
+
+    mode: Annotated[Mode, FLAG] = Mode.DISAGGREGATED
+    prefill: InstanceConfig = field(default_factory=InstanceConfig)
+    decode: InstanceConfig = field(default_factory=InstanceConfig)
+    routing: RoutingConfig = field(default_factory=RoutingConfig)
 
     def _check(self) -> None:
         if self.prefix.disk_gib and self.mode is not Mode.DISAGGREGATED:
@@ -445,20 +454,11 @@ class EngineConfig(Settings):
 
 
 @dataclass(frozen=True)
-class WorkerConfig(Settings):
-    """One worker process, with the settings of `EngineConfig` for one instance. Only mixed workers
-    use `mode`, which is CHUNKED or UNIFIED."""
+class WorkerConfig(ServerConfig):
+    """One worker process. Only mixed workers use `mode`, which is CHUNKED or UNIFIED."""
 
-    model: ModelConfig = field(default_factory=ModelConfig)
     mode: Mode = Mode.CHUNKED
     instance: InstanceConfig = field(default_factory=InstanceConfig)
-    limits: LimitsConfig = field(default_factory=LimitsConfig)
-    prefix: PrefixConfig = field(default_factory=PrefixConfig)
-    service: ServiceConfig = field(default_factory=ServiceConfig)
-    warm_up: bool = True
-    compilation_cache: str = EngineConfig.compilation_cache
-    autotune_results: str = EngineConfig.autotune_results
-    kernels: str = EngineConfig.kernels
 
 
 def _by_name(field_name: str, text: str) -> dict[str, float]:

@@ -315,8 +315,9 @@ def _flags() -> dict[str, CommandFlag]:
     for config in (EngineConfig(), ObserveConfig()):
         observes = isinstance(config, ObserveConfig)  # which no recipe has
         for name, flag in _of_settings(config, "", observes):
-            paths = (*found[name].paths, *flag.paths) if name in found else flag.paths
-            found[name] = replace(flag, paths=() if observes else paths)
+            first = found.get(name)
+            paths = (*first.paths, *flag.paths) if first else flag.paths
+            found[name] = replace(first or flag, paths=() if observes else paths)
     for title, group in ARGUMENTS.items():
         for name, made in group.items():
             of = found.get(name, made)

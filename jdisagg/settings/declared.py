@@ -254,8 +254,11 @@ def _marks(hint: Any) -> tuple[Any, bool, list[Any]]:
 
 @functools.cache
 def texts_of(kind: type) -> Mapping[str, str]:
-    """Returns the descriptions in the `Attributes:` or `Args:` section of a class's docstring."""
+    """Returns the descriptions in the `Attributes:` or `Args:` sections of the docstrings of a
+    class and its bases."""
     found: dict[str, str] = {}
+    for base in kind.__bases__:
+        found |= texts_of(base)
     section, indent, name = False, 0, ""
     for line in inspect.cleandoc(kind.__doc__ or "").splitlines():
         if re.fullmatch(r"[A-Z]\w*:", line):
