@@ -239,7 +239,8 @@ class Planner:
             return 0.0
         bounds, room = ceilings.bounds(candidate), ceilings.rooms[candidate.decode]
         stepper = self._measurer(workload, ceilings.demand, self._runners.stepped)
-        found = stepper.measured(Task(candidate, bounds, room, expected=finding.rate))
+        expected = finding.rate * bounds.rate / finding.bounds.rate if finding.bounds.rate else 0.0
+        found = stepper.measured(Task(candidate, bounds, room, expected=expected))
         return found.rate if found else 0.0
 
     def _stepped(

@@ -7,7 +7,7 @@ and each ordered pair of pools as a site whose decode instances run on other acc
 The verdict compares the best plan with disaggregation to the best without, and steps both again
 with another link and other prompt lengths, to tell what would change the order."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import permutations
 
@@ -112,7 +112,12 @@ def plan_pools(
     if len(pools) > 1:
         rows.sort(key=lambda row: (not row.finding.simulated, -row.finding.value))
     said = plans[0].verdict if len(pools) == 1 else ""
-    compared = _compared(planner_of, rows, pools, workload, best)
+    stepped = {
+        (site, finding.candidate): finding.rate
+        for site, _, search in searches
+        for finding in search.stepped
+    }
+    compared = _compared(planner_of, rows, pools, workload, best, stepped)
     verdict = f"{said} {compared}".strip()
     return PoolPlan(tuple(rows), sum(plan.considered for plan in plans), verdict, tuple(left_out))
 
@@ -153,6 +158,7 @@ def _compared(
     pools: Sequence[Site],
     workload: Sequence[Arrival],
     best: Best,
+    known: Mapping[tuple[Site, Candidate], float],
 ) -> str:
     one, two = (
         most_of(
@@ -179,7 +185,7 @@ def _compared(
         )
     if gain > 1:
         said.append(f"Up to {rate_of(one):.3g} requests/s, one pool meets the limits as well.")
-    said += _changes(planner_of, one, two, workload, best)
+    said += _changes(planner_of, one, two, workload, best, known)
     return " ".join(said)
 
 
@@ -195,8 +201,10 @@ def _changes(
     two: Rows,
     workload: Sequence[Arrival],
     best: Best,
+    known: Mapping[tuple[Site, Candidate], float],
 ) -> Iterator[str]:
-    """Steps the best rows of both modes with a link and with prompts that favour the loser."""
+    """Steps the best rows of both modes with a link and with prompts that favour the loser. `known`
+    are the stepped rates without a change."""
     two_win = worth(two, best) > worth(one, best)
     speed = 1 / OTHER_LINK if two_win else OTHER_LINK
     length = 1 / OTHER_PROMPTS if two_win else OTHER_PROMPTS
@@ -213,8 +221,13 @@ def _changes(
             found.append(replace(row, finding=replace(row.finding, rate=rate)))
         return worth(tuple(found), best)
 
+    unchanged = [
+        replace(row, finding=replace(row.finding, rate=known[row.site, row.finding.candidate]))
+        for row in one
+    ]
+    of_link = worth(tuple(unchanged), best), stepped(two, workload, speed)
     tried = (
-        (f"a link {_times(speed)} as fast", stepped(one, workload), stepped(two, workload, speed)),
+        (f"a link {_times(speed)} as fast", *of_link),
         (f"prompts {_times(length)} as long", stepped(one, scaled), stepped(two, scaled)),
     )
     for changed, first, second in tried:
