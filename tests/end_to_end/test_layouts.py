@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 
 from jdisagg.config import EngineConfig, Mode
-from jdisagg.scheduler.prompts import Prompts
+from jdisagg.errors import ConfigError, LayoutError
+from launch.model import deployment
 from tests.end_to_end.clusters import (
     PROMPT,
     TOKENS,
@@ -211,29 +212,6 @@ async def test_a_family_on_one_mesh_gives_the_tokens_of_transformers(
         await check_continuations(run, directory, (24, 51, 40))
 
 
-@ci
-async def test_prompts_that_wait_for_prompts_of_other_ranks_give_the_same_tokens(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The fifth prompt gets a slot while both ranks decode, and no other prompt comes."""
-    directory = golden_copy("deepseek_v3", tmp_path)
-    sizes = config(
-        Mode.CHUNKED, decode="dp=2,tp=2", directory=directory, context=128, slots=2, chunk=32
-    )
-    gathering, waited = Prompts.gathering.fget, list[bool]()
-    assert gathering is not None
-
-    def recorded(prompts: Prompts) -> bool:
-        waited.append(gathering(prompts))
-        return waited[-1]
-
-    monkeypatch.setattr(Prompts, "gathering", property(recorded))
-    gathers = replace(sizes.decode, gather_steps=3)
-    async with running(replace(sizes, decode=gathers)) as run:
-        await check_continuations(run, directory, (24, 51, 40, 33, 45))
-    assert True in waited and not waited[-1], "the prompt waited, and then did not"
-
-
 @pytest.mark.parametrize(
     ("name", "prefill", "slots", "pages"),
     [
@@ -264,6 +242,13 @@ async def test_preempted_ones_and_several_of_one_prompt_give_the_tokens_of_each_
     )
     async with running(sizes) as run:
         await check_continuations(run, directory, (24, 31, 40, 25, 33, 52), (1, 2, 1, 1, 1, 1))
+
+
+def test_devices_and_contexts_that_are_not_there_are_refused_with_the_numbers() -> None:
+    with pytest.raises(LayoutError, match=r"prefill \(.*need 10 devices, and there are 8"):
+        deployment(config(prefill="tp=8", decode="dp=2"))
+    with pytest.raises(ConfigError, match=r"context_tokens=100000 exceeds the model's \d+; lower"):
+        deployment(config(context=100_000))
 
 
 def test_the_pairwise_choice_covers_every_pair():

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from jdisagg.config import EngineConfig, Mode, PrefixConfig
-from jdisagg.messages.step_commands import ExtractBlock
 from jdisagg.prompt.hints import Hints, Retention
 from jdisagg.request import Request
 from jdisagg.worker import disk_tier, host_pieces
@@ -19,7 +18,6 @@ from tests.end_to_end.clusters import Running, running
 from tests.end_to_end.conversations import (
     Conversations,
     converse,
-    decode_forgets,
     on_disk_alone,
     one_after_the_other,
     reference,
@@ -69,22 +67,6 @@ async def test_streams_are_the_same_when_the_prefill_mesh_keeps_them_in_host_mem
 
 
 @pytest.mark.ci
-async def test_hints_change_no_token_of_prompts_kept_in_pages_and_host_memory() -> None:
-    """Retained and other prompts share pages for one long prompt, with host memory behind them."""
-    engine = replace(
-        config(),
-        prefill=replace(config().prefill, pages_per_rank=32),
-        prefix=PrefixConfig(True, 16, host_gib=0.25, restores="always"),
-    )
-    long, short = Retention(4.0, 3600.0), Retention(1.0, 0.05)
-    hints = Hints("a", long), None, Hints("b", short, 40, 30), Hints("", long, 16, 1)
-    streams, run, cached = await converse(engine, hints=hints)
-    assert streams == await reference()
-    assert cached > 0
-    assert all(worker._kept.retained for worker in run.cluster._workers)
-
-
-@pytest.mark.ci
 async def test_usage_tells_the_tokens_that_were_cached_because_the_request_asked_for_it() -> None:
     async with running(with_reuse(config())) as run:
         ids = Conversations(run, seed=1).words(150)
@@ -96,22 +78,6 @@ async def test_usage_tells_the_tokens_that_were_cached_because_the_request_asked
             assert usage is not None
             seen.append((usage.cached_tokens, usage.created_tokens))
         assert seen == [(0, 144), (144, 0), (144, 0)]
-
-
-@pytest.mark.ci
-async def test_what_the_prefill_mesh_kept_is_sent_from_its_pages_and_verified() -> None:
-    """The decode worker has forgotten: nothing but extracted blocks can bring it the beginning."""
-    async with running(with_reuse(config())) as run:
-        talk = Conversations(run, seed=1)
-        ids = talk.words(150)
-        first = await run.complete(run.request(ids, "first", max_tokens=5, ignore_eos=True))
-        decode_forgets(run)
-        again = await run.complete(run.request(ids, "again", max_tokens=5, ignore_eos=True))
-        assert again.tokens == first.tokens
-        assert again.usage is not None
-        assert again.usage.cached_tokens == 144
-        extracts = [one for one in run.recording.prefill if isinstance(one, ExtractBlock)]
-        assert sum(one.valid_tokens * one.groups for one in extracts) == 2 * 144
 
 
 @pytest.mark.ci

@@ -195,6 +195,15 @@ async def test_acknowledgements_that_were_lost_are_said_again_while_the_sender_w
     assert received.firsts == (FirstToken(0, 3),)
 
 
+async def test_blocks_of_a_sequence_that_moves_are_acknowledged_once_more_at_its_end() -> None:
+    channel, offers = blocks(10)
+    receiving = Receiving(channel, [*offers, HandoffEnd(6, 10, (FirstToken(0, 3),), moved=(3,))])
+    await receiving.receive()
+    await asyncio.sleep(0.001)
+    ids = [offer.offer_id for offer in offers]
+    assert sorted(receiving.peer.acknowledged) == sorted(2 * ids)
+
+
 async def test_a_closed_receiver_inserts_nothing_and_drops_what_arrives() -> None:
     channel, offers = blocks(10)
     closing = Receiving(channel, [*offers, HandoffEnd(6, 10, ())])
