@@ -33,7 +33,6 @@ from jdisagg.messages.step_commands import DecodeResult, DecodeSteps
 from jdisagg.request import Request, SamplingParams
 from jdisagg.scheduler.decode_batches import DecodeBatches
 from jdisagg.scheduler.sequences import Sequence
-from jdisagg.worker.decode_worker import DecodeWorker
 from launch.model import loader
 from launch.shipped import SHIPPED_MODEL
 from models.tokenizer import Tokenizer
@@ -201,7 +200,7 @@ class Served:
         )
         load = loader(_MODEL.value, "float32", speculate=_SPECULATE.value)
         self.cluster = EmbeddedCluster(config, load, NoText(), jax.devices()[:1])
-        (worker,) = [one for one in self.cluster._workers if isinstance(one, DecodeWorker)]
+        (worker,) = [one for one in self.cluster._workers if one.role.decodes]
         self.switch = Switch(worker._scheduler.batches)
         self._tokenizer = tokenizer
 

@@ -10,12 +10,12 @@ import pytest
 from hypothesis import strategies as st
 
 from jdisagg.config import LimitsConfig, RoutingConfig
-from jdisagg.dispatch.router_events import NoRouterEvents
 from jdisagg.errors import HandoffError, InvalidRequestError, OverloadedError, UnavailableError
 from jdisagg.messages.ports import GenerateCall, PrefillCall, PrefillReply, Span
 from jdisagg.request import AcceptedChild, Resumption
-from jdisagg.router.breaker import FAILURES
+from jdisagg.router.candidates import FAILURES
 from jdisagg.router.cluster_state import Description
+from jdisagg.router.decision import NoRouterEvents
 from tests.dispatch.deaths import kill_later, outlive
 from tests.dispatch.storms import mixed_requests
 from tests.fakes.cluster import Collected, Fleet, toy_request

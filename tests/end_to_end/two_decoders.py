@@ -14,7 +14,6 @@ from jdisagg.grammar.compiler import GrammarCompiler
 from jdisagg.layout.axes import Layout
 from jdisagg.messages.worker_status import WorkerRole
 from jdisagg.request import Request
-from jdisagg.worker.decode_worker import DecodeWorker
 from tests import time_scale
 from tests.end_to_end.clusters import Running, assert_all_free
 from tests.fakes.cluster import Collected
@@ -46,7 +45,7 @@ class TwoDecoders(EmbeddedCluster):
         assert self.prefill
         replica.executor.expect(self.prefill.executor.card)
         first, second = self._workers[1], self.add(replica)
-        assert isinstance(first, DecodeWorker) and isinstance(second, DecodeWorker)
+        assert first.role.decodes and second.role.decodes
         self.first, self.second = first, second
         return self.local.cluster_ports()
 

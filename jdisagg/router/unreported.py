@@ -1,20 +1,25 @@
-"""Tracks which prefixes workers will have cached when they have computed the prompts in progress.
+"""What workers have cached and have not reported yet.
 
 Workers report cached blocks with their heartbeats, so `known_blocks.py` lacks the blocks of a
 prompt until it was computed and reported. A prompt that arrives in the meantime with the same
 prefix should go to the same worker, if the worker's queue is not too long. It then waits there for
-the common blocks (`scheduler/shared_prompts.py`). An entry ends when its attempt ends, or
-`LINGER_SECONDS` after the first token, when the worker has reported the blocks. Does no I/O."""
+the common blocks (`scheduler/prompts.py`). A session's next turn may come before the report,
+too, or find its KV in a tier that is not reported. Does no I/O."""
 
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Sequence
 
+from jdisagg.request import Request
 from jdisagg.router.decision import PromptBlocks
 
 LINGER_SECONDS = 3.0
 
 
 class ComingPrefixes:
+    """The prefixes that workers will have cached when they have computed the prompts in progress.
+    An entry ends when its attempt ends, or `LINGER_SECONDS` after the first token, when the worker
+    has reported the blocks."""
+
     def __init__(self) -> None:
         self._workers: dict[int, dict[str, int]] = {}  # number of prompts by block and worker
         self._prompts: dict[int, tuple[str, Sequence[int]]] = {}
@@ -59,3 +64,39 @@ class ComingPrefixes:
                 break
             found.update(dict.fromkeys(still, count * prompt.block_tokens))
         return found
+
+
+MOST_SESSIONS = 1 << 16
+
+NOBODY: frozenset[str] = frozenset()
+
+
+class SessionWorkers:
+    """The workers of the latest turn of each session, so that the next turn can prefer them. A
+    session belongs to its tenant and cache scope: equal keys
+    of two tenants are two sessions."""
+
+    def __init__(self, most: int = MOST_SESSIONS) -> None:
+        self._most = most
+        self._workers: OrderedDict[tuple[str, str, str], frozenset[str]] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._workers)
+
+    def of(self, request: Request) -> frozenset[str]:
+        if request.hints is None or not request.hints.session:
+            return NOBODY
+        return self._workers.get(_key(request, request.hints.session), NOBODY)
+
+    def placed(self, request: Request, workers: frozenset[str]) -> None:
+        if request.hints is None or not request.hints.session:
+            return
+        key = _key(request, request.hints.session)
+        self._workers[key] = workers
+        self._workers.move_to_end(key)
+        if len(self._workers) > self._most:
+            self._workers.popitem(last=False)
+
+
+def _key(request: Request, session: str) -> tuple[str, str, str]:
+    return request.tenant, request.cache_scope, session

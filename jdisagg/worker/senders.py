@@ -1,26 +1,132 @@
-"""Migrates running sequences to other decode workers. Most KV is sent while the sequence runs; then
-the sequence is stopped and the rest is sent.
+"""Sends the KV of this mesh: of prompts, while they are computed, and of running sequences that
+migrate to another worker.
 
-The last message contains all generated tokens. After a failed migration the sequence continues on
-this worker.
+A chunk's KV is offered as soon as the chunk is issued. Cached positions that the receiver lacks are
+extracted from pages after the last chunk, so that this work does not delay the first token.
+
+Of a migrating sequence, most KV is sent while the sequence runs; then the sequence is stopped and
+the rest is sent. The last message contains all generated tokens. After a failed migration the
+sequence continues on this worker.
 
 Invariant: an extraction is issued after the steps that wrote its positions, because only positions
 whose tokens were read back are offered."""
 
 import asyncio
-from collections.abc import Callable
+import functools
+from collections import deque
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+
+import msgspec
 
 from jdisagg.errors import HandoffError, JdisaggError
 from jdisagg.layout.kv_spec import KvKind
-from jdisagg.messages.ports import HandoffEnd
-from jdisagg.messages.step_commands import StepResult
+from jdisagg.messages.ports import HandoffEnd, Offer
+from jdisagg.messages.step_commands import PrefillChunk, PrefillResult, PrefillRow, StepResult
+from jdisagg.scheduler.admission import Admission
 from jdisagg.scheduler.decode_state import DecodeState
 from jdisagg.scheduler.sequences import Sequence, SequenceGroup, Stage
 from jdisagg.settings.timeouts import HandoffTimeouts
 from jdisagg.telemetry import Counters
 from jdisagg.worker.outgoing_kv import OutgoingHandoff, OutgoingKv, offers_of_pages, snapshot_offers
 from jdisagg.worker.step_loop import StepLoop
+from jdisagg.worker.tasks import PromptTask
+
+
+class PromptSender:
+    """Offers the KV of prompts to decode workers."""
+
+    def __init__(
+        self,
+        state: DecodeState,
+        admission: Admission,
+        outgoing: OutgoingKv,
+        loop: StepLoop,
+        ids: Callable[[], int],
+        checksum_key: int,
+    ) -> None:
+        self._state = state
+        self._admission = admission
+        self._outgoing = outgoing
+        self._loop = loop
+        self._ids = ids
+        self._key = checksum_key
+        self._unsent: deque[PromptTask] = deque()  # whose last chunk is issued
+
+    def announce(
+        self, chunk: PrefillChunk, tasks: Mapping[int, PromptTask], now: float
+    ) -> PrefillChunk:
+        """Offers the blocks of a chunk that is about to be issued, and returns the chunk with the
+        key of their checksums."""
+        sent = False
+        for row in chunk.rows:
+            task = tasks[row.sequence]
+            if task.handoff is None:
+                continue
+            sent = True
+            if task.started_at is None:
+                task.started_at = now
+            task.handoff.announce(_offers_of_row(row))
+            if row.samples:
+                task.extracting = 1  # until it is known how many
+                self._unsent.append(task)
+        return msgspec.structs.replace(chunk, checksum_key=self._key) if sent else chunk
+
+    def computed(
+        self, chunk: PrefillChunk, result: PrefillResult, tasks: Mapping[int, PromptTask]
+    ) -> None:
+        """Announces the checksums of a chunk's blocks."""
+        sums = {entry.offer_id: entry for entry in result.checksums}
+        for row in chunk.rows if sums else ():
+            task = tasks.get(row.sequence)
+            if task is not None and task.handoff is not None:
+                offers = [one.offer_id for one in row.offers]
+                task.handoff.announce_checksums([sums[one] for one in offers if one in sums])
+
+    def send_cached(self) -> None:
+        """Offers the cached positions of the prompts whose last chunk is issued."""
+        while self._unsent:
+            self._send_cached(self._unsent.popleft())
+
+    def _send_cached(self, task: PromptTask) -> None:
+        prompt, handoff, limits = task.prompt, task.handoff, self._state.limits
+        assert handoff is not None, "only such tasks are queued"
+        if handoff.over:
+            return
+        offers: list[Offer] = []
+        if prompt.offers_from is not None:
+            start, cached = prompt.offers_from, prompt.cached_tokens
+            offers += offers_of_pages(limits, prompt.rank, start, cached, self._ids)
+            offers += snapshot_offers(limits, prompt.rank, prompt.tokens, self._ids)
+        task.extracting += len(offers) - 1
+        for offer in offers:
+            pages = self._state.room.place(offer.kind, prompt.rank, prompt.key, prompt.pages)
+            extracting = self._outgoing.extract(handoff, offer, pages)
+            extracting.add_done_callback(functools.partial(self._extracted, task))
+        self.end_if_done(task)
+
+    def _extracted(self, task: PromptTask, extracting: "asyncio.Future[StepResult]") -> None:
+        error = None if extracting.cancelled() else extracting.exception()
+        if error is not None:
+            self._loop.break_down(error)
+        task.extracting -= 1
+        self.end_if_done(task)
+
+    def end_if_done(self, task: PromptTask) -> None:
+        """Releases the pages of a prompt as soon as its first tokens are sampled and all its cached
+        blocks are extracted."""
+        handoff, firsts, prompt = task.handoff, task.firsts, task.prompt
+        if handoff is None or firsts is None or task.extracting or handoff.over:
+            return
+        fresh = prompt.epoch == self._state.residency.epoch
+        self._admission.release(prompt, prompt.chain if fresh else ())
+        self._admission.prompts.forget(prompt.key)
+        self._loop.wake()
+        tokens, scores = prompt.tokens, prompt.all_scores
+        self._outgoing.finish(
+            handoff, lambda offers: HandoffEnd(offers, tokens, firsts, prompt_logprobs=scores)
+        )
+
 
 MOST_ROUNDS = 4
 
@@ -60,9 +166,6 @@ class MigrationSender:
             and group.children[0].stage in (Stage.READY, Stage.RUNNING)
             and group.children[0].position < group.children[0].limit
         )
-
-    def moves(self, group: SequenceGroup) -> bool:
-        return group.key in self._migrations
 
     def begin(self, group: SequenceGroup) -> int:
         """Starts the migration of a `movable` group. Returns the id of its KV transfer."""
@@ -160,3 +263,18 @@ class MigrationSender:
 
     async def _sent(self, extracts: "list[asyncio.Future[StepResult]]") -> None:
         await asyncio.gather(*map(asyncio.shield, extracts))
+
+
+def _offers_of_row(row: PrefillRow) -> list[Offer]:
+    return [
+        Offer(
+            offer_id=spec.offer_id,
+            group=spec.group,
+            groups=spec.groups,
+            start=row.start + spec.offset - row.offset,
+            valid_tokens=min(spec.block_tokens, len(row.tokens) - spec.offset + row.offset),
+            block_tokens=spec.block_tokens,
+            rank=row.rank,
+        )
+        for spec in row.offers
+    ]
