@@ -395,7 +395,8 @@ class Request:
             converts them to accepted tokens. Workers never receive this field.
         life: Random number by which the client identifies this stream. All calls that resume the
             stream have the same number. A client that reuses a request id for a new request draws a
-            new number, so that it does not receive the earlier stream.
+            new number, so that it does not receive the earlier stream. With 0, the request path
+            draws a number for each stream that is not resumed.
         cache_scope: Scope within the tenant in which cached KV is shared, computed by the API.
         images: Images of the prompt, in order. `prompt_token_ids` already holds their tokens.
         pooling: "last" or "mean" for an embedding in place of log-probabilities of the prompt: the

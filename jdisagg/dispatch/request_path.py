@@ -140,7 +140,10 @@ class RequestPath:
         context = self._context
         self._admit(request)
         run = RequestRun(
-            request, self._new_text, context.clock, context.limits.default_deadline_seconds
+            self._identified(request),
+            self._new_text,
+            context.clock,
+            context.limits.default_deadline_seconds,
         )
         run.missing = self.placer.missing
         waits, key = True, (request.tenant, request.request_id)
@@ -165,6 +168,13 @@ class RequestPath:
                 if self._runs.get(key) is run:
                     del self._runs[key]
                 self._leave(request, waits)
+
+    def _identified(self, request: Request) -> Request:
+        """A stream without a life gets one of its own. Otherwise workers would take its attempts
+        for late ones of an earlier request with the same id, and refuse them."""
+        if request.life or request.resumption is not None:
+            return request
+        return replace(request, life=self._context.new_id())
 
     async def suspend(self, tenant: str, request_id: str) -> None:
         """Suspends a running request. Its attempts end, which frees its decode slots and KV pages.

@@ -280,6 +280,19 @@ async def test_an_id_may_be_used_again_right_after_a_request_that_was_resumed(wi
             await fleet.collect(request)
 
 
+async def test_an_id_may_be_used_again_after_a_request_of_many_attempts() -> None:
+    """Without a life, which clients need not choose, the attempts of the second request would be
+    taken for late ones of the first, until one has a higher number."""
+    few = LimitsConfig(max_attempts=2)
+    async with Fleet(
+        prefills=1, decodes=1, decode=toy_limits(pages_per_rank=14), growth_tokens=1, limits=few
+    ) as fleet:
+        for _ in range(3):
+            await fleet.collect_all(mixed_requests(10))
+        assert (await fleet.decode_worker("decode0").status()).preemptions > 10
+        assert fleet.path.counters["attempts_failed"] == 0
+
+
 class Broken:
     """A worker's port whose prefills fail at once, and whose decoding when the first token is long
     out."""
