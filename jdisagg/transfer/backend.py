@@ -153,7 +153,7 @@ class Inlet(Protocol):
     Attributes:
         backend: Name of the backend that the sender is asked to use.
         has_server: Whether arrays are pulled from a server of the sender, possibly before the
-            sender answers. Such a pull can hang. It then blocks its connection.
+            sender answers. Such a pull can hang. The methods from `flows` on are for such inlets.
         borrows: Whether received arrays are views of the sender's memory. The message `Pulled` is
             then sent when the last view is deleted, and the sender answers before it has written
             the arrays.
@@ -178,6 +178,29 @@ class Inlet(Protocol):
         """Closes the connection. Arrays that were received before stay valid. `in_flight`: whether
         pulls over this connection are in progress."""
         ...
+
+    def flows(self, now: float, seconds: float) -> bool:
+        """Returns whether bytes of the sender have arrived within the last `seconds`."""
+        return False
+
+    def arrived(self, now: float) -> None:
+        """Records that a pull has arrived."""
+
+    def failed(self, address: str, now: float) -> bool:
+        """Records that a pull from this address failed without a message of the sender. Returns
+        whether the connection must be closed."""
+        return False
+
+    def abandon(self, arrays: Sequence[jax.Array | Leaf], until: float) -> None:
+        """Records arrays of a pull that was given up. They should end by `until`."""
+
+    def abandoned(self) -> int:
+        """Returns the number of pulls that were given up and whose arrays have not ended."""
+        return 0
+
+    def is_stuck(self, now: float) -> bool:
+        """Returns whether the connection must be closed, because abandoned arrays hang in it."""
+        return False
 
 
 class Backend(Protocol):

@@ -4,7 +4,7 @@ requests of each pull.
 This module sends and pulls nothing. `KvPuller` holds these records and documents which thread may
 use each."""
 
-import math
+import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -12,12 +12,13 @@ import jax
 
 from jdisagg.errors import LayoutError
 from jdisagg.layout.mesh_card import KvEnd, MeshCard
-from jdisagg.messages.kv_plane import PostedPiece, PullRequest
+from jdisagg.messages.kv_plane import BlockEvent, BlockState, PostedPiece, PullRequest, after
 from jdisagg.transfer.assembly import Assembly
 from jdisagg.transfer.backend import Inlet, Leaf
 from jdisagg.transfer.channel import PullTarget
 from jdisagg.transfer.pieces import plan_ahead
 from jdisagg.transfer.polled_pull import PolledPull, is_ready
+from jdisagg.transfer.transfer_engine import ID_BITS
 
 
 @dataclass(slots=True)
@@ -28,11 +29,6 @@ class PeerState:
         link: Number of the current connection to the process. Each new connection has a higher
             number.
         address: Address of the process's transfer server. "" until the process has reported it.
-        moved: Time when data last arrived from the process.
-        suspected: Time of the last error that the connection may have caused.
-        received: Bytes that have arrived from the process's host, when last counted.
-        counted, flowed: Time when received bytes were last counted, and time of the last count that
-            found new bytes.
     """
 
     end: KvEnd
@@ -40,11 +36,6 @@ class PeerState:
     inlet: Inlet
     address: str = ""
     used: float = 0.0
-    moved: float = 0.0
-    suspected: float = -math.inf
-    received: int = 0
-    counted: float = -math.inf
-    flowed: float = -math.inf
 
 
 @dataclass(slots=True, eq=False)
@@ -54,19 +45,28 @@ class SentRequest:
     Attributes:
         arrays: One object to poll for each requested array. None until the transfer has started.
         unread: Reason why the sender's memory could not be read. "" otherwise.
-        ahead: Pieces that are pulled before the sender answers.
     """
 
-    pull_id: int
     peer: PeerState
     transfer: "Transfer"
-    sent_at: float
-    request: PullRequest | None = None
+    request: PullRequest
+    sent_at: float = 0.0
+    state: BlockState = BlockState.ASKED
     arrays: Sequence[jax.Array | Leaf] | None = None
     address: str = ""
-    refused: bool = False
     unread: str = ""
-    ahead: tuple[PostedPiece, ...] = ()
+
+    @property
+    def ahead(self) -> tuple[PostedPiece, ...]:
+        """Pieces that are pulled before the sender answers."""
+        return self.request.pieces
+
+    def advance(self, event: BlockEvent) -> bool:
+        """Returns whether the event changes the state."""
+        state = after(self.state, event)
+        if state is not None:
+            self.state = state
+        return state is not None
 
     @property
     def has_ended(self) -> bool:
@@ -109,22 +109,24 @@ def pieces_by_sender(
 
 
 def request_of(
-    sent: SentRequest,
+    peer: PeerState,
+    assembly: Assembly,
     offer_id: int,
     target: PullTarget,
-    deadline_seconds: float,
     transports: int,
     turn: int,
+    ahead: tuple[PostedPiece, ...] = (),
 ) -> PullRequest:
+    """Returns the request to one sender process, with a new id and without a deadline."""
     zeros = target.zeros
     _, components, heads, tokens, head_size = zeros.shape
     return PullRequest(
-        pull_id=sent.pull_id,
+        pull_id=secrets.randbits(ID_BITS),
         offer_id=offer_id,
-        sender_boot_id=sent.peer.end.boot_id,
-        link=sent.peer.link,
+        sender_boot_id=peer.end.boot_id,
+        link=peer.link,
         transports=transports,
-        deadline_seconds=deadline_seconds,
+        deadline_seconds=0.0,
         codec=target.codec,
         dtype=str(zeros.dtype),
         components=components,
@@ -132,10 +134,10 @@ def request_of(
         tokens=tokens,
         head_size=head_size,
         head_shards=heads // target.granule,
-        wanted=sent.transfer.assembly.wanted,
+        wanted=assembly.wanted,
         process=jax.process_index(),
         turn=turn,
-        address=sent.peer.address if sent.ahead else "",
-        pieces=sent.ahead,
-        backend=sent.peer.inlet.backend,
+        address=peer.address if ahead else "",
+        pieces=ahead,
+        backend=peer.inlet.backend,
     )

@@ -22,6 +22,8 @@ Failure modes of the engine and the countermeasures (see test_engine_dangers.py)
   and their few threads remain.
 - With its default chunk size, the engine uses gigabytes of memory and is slow. `transfer_size` sets
   smaller chunks.
+- A pull that was given up may hang, and then blocks its connection. `EngineInlet.is_stuck` finds a
+  connection whose abandoned pull has not ended and on which nothing arrives.
 - A server and its posted arrays exist as long as a connection to the server is open.
   `EngineOutlet.close` therefore removes the posted arrays first.
 - Data of another shape or dtype is reinterpreted without an error. Callers compare shapes and
@@ -29,6 +31,7 @@ Failure modes of the engine and the countermeasures (see test_engine_dangers.py)
 
 import ctypes
 import datetime
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -42,10 +45,15 @@ from jdisagg.layout.mesh_card import KvEnd
 from jdisagg.messages.kv_plane import KvBackend
 from jdisagg.settings.address import host_port, numeric
 from jdisagg.settings.timeouts import DEFAULT_TIMEOUTS, TransferTimeouts
-from jdisagg.transfer.backend import AnnouncedArrays, Backend, Inlet, Outlet, Reserved
+from jdisagg.transfer.arrivals import received_bytes
+from jdisagg.transfer.backend import AnnouncedArrays, Backend, Inlet, Leaf, Outlet, Reserved
 from jdisagg.transfer.pieces import RequestedPieces
+from jdisagg.transfer.polled_pull import is_ready
 
 TICK_ID = 2**64 - 1
+# Fewer bytes within a fraction of the time limit do not count as progress, because gRPC pings and
+# heartbeats of other processes on the sender's host are counted, too.
+LEAST_BYTES = 16 << 10
 ID_BITS = 63  # of a pull's id, which therefore never equals TICK_ID
 _EVERY_INTERFACE = ("", "0.0.0.0", "::", "[::]")
 
@@ -98,7 +106,7 @@ class EngineBackend(Backend):
         return EngineOutlet(self._options)
 
     def inlet(self, end: KvEnd) -> "EngineInlet":
-        return EngineInlet(self._options)
+        return EngineInlet(self._options, end.control)
 
 
 class EngineOutlet(Outlet):
@@ -163,14 +171,20 @@ class EngineOutlet(Outlet):
 
 
 class EngineInlet(Inlet):
+    """`control`: control address of the sender, whose bytes do not count as KV."""
+
     backend = KvBackend.ENGINE
     has_server = True
 
-    def __init__(self, options: EngineOptions) -> None:
-        self._options = options
+    def __init__(self, options: EngineOptions, control: str = "") -> None:
+        self._options, self._timeouts, self._control = options, options.timeouts, control
         self._server: transfer.TransferServer | None = None
         self._connection: transfer.TransferConnection | None = None
         self.address = ""
+        self._abandoned: list[tuple[Sequence[jax.Array | Leaf], float]] = []
+        # times of the last count of bytes, the last that found some, arrival, and error
+        self._counted = self._flowed = self._arrived = self._suspected = -math.inf
+        self._received = 0
 
     def open(self, address: str) -> None:
         """If the server's address has changed, the old connection is closed and its running pulls
@@ -189,10 +203,45 @@ class EngineInlet(Inlet):
 
     def close(self, in_flight: bool) -> None:
         """Fails all running pulls. `open` may be called again afterwards."""
+        in_flight = in_flight or self.abandoned() > 0
         self._drop()
         if in_flight and self._server is not None:
             _keep_for_ever(self._server)
         self._server = None
+
+    def flows(self, now: float, seconds: float) -> bool:
+        if now - self._counted >= seconds / 4:
+            first, self._counted = self._counted == -math.inf, now
+            received = received_bytes(self.address, self._control)
+            if received - self._received >= LEAST_BYTES and not first:
+                self._received, self._flowed = received, now
+            elif first or received < self._received:  # a connection was closed
+                self._received = received
+        return now - self._flowed < seconds
+
+    def arrived(self, now: float) -> None:
+        self._arrived = now
+
+    def failed(self, address: str, now: float) -> bool:
+        """The cause may be a failed program at the sender, or a broken socket, which would fail all
+        later pulls. So the second error within some time closes the connection."""
+        if address != self.address:
+            return False
+        again = now - self._suspected < self._timeouts.suspect_seconds
+        self._suspected = now
+        return again
+
+    def abandon(self, arrays: Sequence[jax.Array | Leaf], until: float) -> None:
+        self._abandoned.append((arrays, until))
+
+    def abandoned(self) -> int:
+        return sum(not all(map(is_ready, arrays)) for arrays, _ in self._abandoned)
+
+    def is_stuck(self, now: float) -> bool:
+        self._abandoned = [one for one in self._abandoned if not all(map(is_ready, one[0]))]
+        late = any(now >= until for _, until in self._abandoned)
+        moved = max(self._arrived, self._flowed)
+        return late and now - moved >= self._timeouts.quiet_seconds
 
     def _drop(self) -> None:
         if self._connection is not None:

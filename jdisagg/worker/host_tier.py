@@ -30,7 +30,7 @@ from jdisagg.scheduler.residency import Chain, Evicted, Residency
 from jdisagg.scheduler.snapshots import EvictedSnapshot
 from jdisagg.telemetry import Counters
 from jdisagg.worker.background import BackgroundTasks
-from jdisagg.worker.host_pieces import HostPieces
+from jdisagg.worker.block_moves import HostPieces
 from jdisagg.worker.kv_sources import KvSource, Origin, Restore, RestorePlan, RestoreQuery
 from jdisagg.worker.outgoing_kv import offers_of_pages, snapshot_offers
 from jdisagg.worker.step_loop import StepLoop

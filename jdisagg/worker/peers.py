@@ -9,8 +9,8 @@ Page size and layout may differ between two workers. Protocol, model, weights, K
 block sizes and data-plane transports must be equal."""
 
 import logging
-from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Callable, Collection
+from dataclasses import dataclass, replace
 from itertools import groupby
 
 from jdisagg.clock import limit
@@ -18,7 +18,7 @@ from jdisagg.errors import HandoffError, IncompatiblePeerError
 from jdisagg.layout.kv_spec import KVLayer
 from jdisagg.layout.mesh_card import MeshCard
 from jdisagg.messages.packed import OLDEST, PROTOCOL, compatible
-from jdisagg.messages.ports import HandoffSource, PeerHello, PeerPort
+from jdisagg.messages.ports import HandoffSource, PeerHello, PeerMessage, PeerPort
 from jdisagg.messages.step_commands import ConnectPeer, DisconnectPeer
 from jdisagg.messages.worker_status import LinkTimes
 from jdisagg.scheduler.executor import MeshLimits
@@ -101,6 +101,84 @@ class LinkMeter:
         self._reported.pop(sender, None)
 
 
+class SenderLine:
+    """Sends the messages of one hand-off's receiver to its sender: acknowledgements, heartbeats,
+    aborts. They are sent in the background. A lost acknowledgement is repeated after the next
+    answered heartbeat, because a migration waits for all acknowledgements. An abort is repeated a
+    limited number of times until the sender has received it."""
+
+    def __init__(
+        self,
+        peer: PeerPort,
+        source: HandoffSource,
+        attempt: int,
+        calls: SideCalls,
+        meter: LinkMeter,
+    ) -> None:
+        self.peer = peer
+        self.source = source
+        self.link = PeerLink()
+        self._attempt = attempt
+        self._calls = calls
+        self._meter = meter
+        self._unsent: list[int] = []
+        self._sending = False
+
+    @property
+    def name(self) -> str:
+        return f"hand-off {self.source.handoff_id}"
+
+    async def greet(self, peers: "Peers", codec: str | None = None) -> None:
+        """Exchanges hellos and connects to the sender, as `Peers.greet`. `codec`: codec to use
+        instead of the configured one."""
+        link = await peers.greet(self.source, self.peer)
+        self.link = link if codec is None else replace(link, codec=codec)
+
+    def offers(self) -> AsyncIterator[PeerMessage]:
+        return self.peer.offers(self.source.handoff_id, self._attempt)
+
+    def arrived(self, size_bytes: int, seconds: float) -> None:
+        self._meter.add(self.source.worker, size_bytes, seconds)
+
+    def acknowledge(self, offer_id: int) -> None:
+        """Acknowledges a block. One message is in flight at a time; the next message contains all
+        acknowledgements made in the meantime."""
+        self._unsent.append(offer_id)
+        self._send_next()
+
+    def acknowledge_all(self, offer_ids: tuple[int, ...]) -> None:
+        """Repeats all acknowledgements at the end of the hand-off. If one of them was lost, a
+        migration, or a hand-off that sent no blocks, would otherwise not end at its sender."""
+        self._calls.send(lambda: self.peer.acknowledge(self.source.handoff_id, offer_ids))
+
+    async def heartbeat(self) -> None:
+        """Renews the sender's lease. Raises JdisaggError if the sender does not answer."""
+        await self.peer.acknowledge(self.source.handoff_id, ())
+        if self._unsent:
+            self._send_next()
+
+    def give_up(self, reason: str) -> None:
+        peer, handoff_id = self.peer, self.source.handoff_id
+        self._calls.send_until_received(lambda: peer.abort(handoff_id, reason))
+
+    def _send_next(self) -> None:
+        if not self._sending:
+            self._sending = True
+            self._calls.send(self._acknowledge)
+
+    async def _acknowledge(self) -> None:
+        ids, self._unsent = self._unsent, []
+        try:
+            await self.peer.acknowledge(self.source.handoff_id, tuple(ids))
+        except BaseException:
+            self._unsent = [*ids, *self._unsent]
+            self._sending = False
+            raise
+        self._sending = bool(self._unsent)
+        if self._sending:
+            self._calls.send(self._acknowledge)
+
+
 class Peers:
     """Connections of one worker to the workers that send KV to it. `find`: function that returns
     the port to a source worker. It raises HandoffError if the worker is unknown."""
@@ -137,6 +215,10 @@ class Peers:
 
     def share(self, worker: str) -> LinkShare:
         return self._shares.setdefault(worker, LinkShare())
+
+    def line_to(self, source: HandoffSource, attempt: int) -> SenderLine:
+        """Raises HandoffError if the worker is unknown."""
+        return SenderLine(self.find(source), source, attempt, self.calls, self.meter)
 
     async def greet(self, source: HandoffSource, port: PeerPort) -> PeerLink:
         """Exchanges hellos with a peer and connects to it. Returns the connection, which is reused

@@ -250,23 +250,23 @@ def test_a_lost_request_is_asked_again_and_a_doubled_one_posted_once(bench: Benc
 def test_a_pull_ahead_ends_at_its_deadline_and_so_does_what_waits_for_it(bench: Bench) -> None:
     bench.lose = lambda message: isinstance(message, Withdraw)
     pull = bench.pull(7, 5.0)
-    settled(lambda: bool(bench.sender._sender._waiting))
+    settled(lambda: bench.sender._sender.waiting() == 1)
     bench.ends.clock.seconds = 5.0
     fails(pull, r"within the deadline of 5\.0 s")
     bench.at_rest()  # the sender, too, knows the deadline
-    settled(lambda: not bench.sender._sender._waiting)
+    settled(lambda: not bench.sender._sender.waiting())
 
 
 def test_a_receiver_that_is_gone_leaves_nothing_at_the_sender(bench: Bench) -> None:
     for number in range(3):
         bench.pull(number, 5.0)
-    settled(lambda: len(bench.sender._sender._waiting) == 3)
+    settled(lambda: bench.sender._sender.waiting() == 3)
     bench.lose = lambda message: True  # killed: it says nothing more
     bench.receiver.close()
     for number in range(2):
         bench.offer(number)
     bench.ends.clock.seconds = 7.0
-    settled(lambda: bench.sender.postings() == 0 and not bench.sender._sender._waiting)
+    settled(lambda: bench.sender.postings() == bench.sender._sender.waiting() == 0)
 
 
 def test_an_outlet_that_was_closed_meanwhile_is_replaced(bench: Bench) -> None:
@@ -352,7 +352,7 @@ def test_a_pull_that_comes_too_late_costs_no_other_its_connection(
     monkeypatch.setattr(transfer_engine, "_keep_for_ever", kept.append)
     late, other = bench.pull(7, 5.0), bench.pull(8)
     # both wait for their offers
-    settled(lambda: len(bench.sender._sender._waiting) == 2)
+    settled(lambda: bench.sender._sender.waiting() == 2)
     bench.ends.clock.seconds = 5.0
     fails(late, "was not made .* within the deadline|has not arrived within the deadline")
     # the sender has ended it, or the connection was dropped

@@ -23,14 +23,9 @@ from jdisagg.messages.ports import (
 from jdisagg.messages.step_commands import CopyPages, DropBlocks, InsertBlock
 from jdisagg.telemetry import Counters
 from jdisagg.worker.background import SideCalls
-from jdisagg.worker.incoming_handoff import (
-    Destination,
-    IncomingHandoff,
-    Received,
-    WindowDestination,
-)
-from jdisagg.worker.peers import LinkMeter, PeerLink
-from jdisagg.worker.sender_line import SenderLine
+from jdisagg.worker.block_moves import Destination, WindowDestination
+from jdisagg.worker.incoming_handoff import IncomingHandoff, Received
+from jdisagg.worker.peers import LinkMeter, PeerLink, SenderLine
 from jdisagg.worker.step_loop import StepLoop
 from tests.fakes.fake_executor import Costs, FakeChannel, FakeExecutor, Faults, checksum, toy_limits
 from tests.fakes.toy_model import extend
