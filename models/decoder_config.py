@@ -61,16 +61,24 @@ class LatentConfig:
 @dataclass(frozen=True, slots=True)
 class DeltaConfig:
     """Sizes of a Gated DeltaNet layer. Each of `key_heads` key heads is used by a group of value
-    heads. A convolution covers the last `taps` tokens. If `rank` is not 0, the layer is Kimi Delta
-    Attention: each channel of a key has a gate, gates are computed by two projections with `rank`
-    values between them, and outputs are gated by a sigmoid instead of a SiLU."""
+    heads. A convolution covers the last `taps` tokens.
+
+    Attributes:
+        by_channel: Whether the layer is Kimi Delta Attention: each channel of a key has a gate, and
+            outputs are gated by a sigmoid instead of a SiLU.
+        rank: If not 0, gates are computed by two projections with `rank` values between them.
+        bound: If not 0, a gate's logarithm is `bound` times a sigmoid instead of a softplus (Ling
+            3.0).
+    """
 
     key_heads: int
     value_heads: int
     key_dim: int
     value_dim: int
     taps: int
+    by_channel: bool = False
     rank: int = 0
+    bound: float = 0.0
 
     @property
     def values_per_key(self) -> int:
@@ -445,6 +453,7 @@ class DecoderConfig:
                 latent.value_dim,
                 *((index.heads, index.dim, index.top) if (index := latent.index) else (0, 0, 0)),
                 sum(layer.selects == "shared" for layer in self.layers),
+                attention.head_gates,
             )
         windows = [layer.window for layer in self.layers if layer.window]
         full = next((layer.attention for layer in self.layers if layer.attention), None)
@@ -473,7 +482,8 @@ class DecoderConfig:
         if delta := self.delta:
             keys, values = delta.key_heads, delta.value_heads
             sizes = layers, keys, values, delta.key_dim, delta.value_dim, delta.taps
-            return LinearAttention(*sizes, gate_rank=delta.rank)
+            gates = {"gate_rank": delta.rank, "channel_gates": delta.by_channel}
+            return LinearAttention(*sizes, **gates)
         if mamba := self.mamba:
             return LinearAttention(
                 layers,

@@ -29,16 +29,26 @@ STEM = {
     "norm.weight": "model.norm.weight",
     "head.kernel": "lm_head.weight",
 }
-# Prefixes of tensor names that a family spells differently, and the usual prefixes.
+# Prefixes of tensor names that a family spells differently, and the usual prefixes. One that begins
+# with a dot is a part of a name.
 RENAMED = {
     "nemotron_h": (
         ("backbone.", "model."),
         ("model.embeddings.", "model.embed_tokens."),
         ("model.norm_f.", "model.norm."),
     ),
-    "sarvam_moe": (("model.word_embeddings.", "model.embed_tokens."),),
+    "sarvam_moe": (
+        ("model.word_embeddings.", "model.embed_tokens."),
+        (".attention.", ".self_attn."),
+    ),
+    "bailing_hybrid": (
+        ("model.word_embeddings.", "model.embed_tokens."),
+        (".attention.", ".self_attn."),
+        (".final_layernorm.", ".shared_head.norm."),
+    ),
     "lfm2": (("model.embedding_norm.", "model.norm."),),
     "lfm2_moe": (("model.embedding_norm.", "model.norm."),),
+    "lfm3": (("model.embedding_norm.", "model.norm."),),
 }
 # For each parameter of a layer, its tensor names in the supported families. If a layer has several
 # of them, the last one applies.
@@ -52,6 +62,7 @@ LAYER: dict[str, tuple[str, ...]] = {
     "attention_post_norm.weight": (
         "post_attention_layernorm.weight",
         "post_self_attn_layernorm.weight",
+        "post_operator_norm.weight",
     ),
     "mlp_norm.weight": (
         "post_attention_layernorm.weight",
@@ -61,7 +72,11 @@ LAYER: dict[str, tuple[str, ...]] = {
         "ffn_norm.weight",
         "pre_mlp_layernorm.weight",
     ),
-    "mlp_post_norm.weight": ("post_mlp_layernorm.weight", "post_feedforward_layernorm.weight"),
+    "mlp_post_norm.weight": (
+        "post_mlp_layernorm.weight",
+        "post_feedforward_layernorm.weight",
+        "post_ffn_norm.weight",
+    ),
     "attention.q.kernel": ("self_attn.q_proj.weight", "mixer.q_proj.weight"),
     "attention.q.bias": ("self_attn.q_proj.bias",),
     "attention.k.kernel": ("self_attn.k_proj.weight", "mixer.k_proj.weight"),
@@ -72,7 +87,7 @@ LAYER: dict[str, tuple[str, ...]] = {
         "self_attn.o_proj.weight",
         "mixer.o_proj.weight",
         "self_attn.out_proj.weight",
-        "attention.dense.weight",
+        "self_attn.dense.weight",
     ),
     "attention.o.bias": ("self_attn.o_proj.bias",),
     "attention.q_norm.weight": (
@@ -80,13 +95,11 @@ LAYER: dict[str, tuple[str, ...]] = {
         "self_attn.q_a_layernorm.weight",
         "self_attn.query_layernorm.weight",
         "self_attn.q_layernorm.weight",
-        "attention.query_layernorm.weight",
     ),
     "attention.k_norm.weight": (
         "self_attn.k_norm.weight",
         "self_attn.key_layernorm.weight",
         "self_attn.k_layernorm.weight",
-        "attention.key_layernorm.weight",
     ),
     "attention.gate.kernel": ("self_attn.g_proj.weight", "self_attn.gate_proj.weight"),
     "attention.sinks": ("self_attn.sinks", "self_attn.attention_sink_bias"),
@@ -266,7 +279,7 @@ IN_FLOAT32 = (
 )
 # Tensors of several parameters: queries, keys and values; gate and up.
 LATENT_HEADS = "self_attn.kv_b_proj.weight"
-FUSED_QKV = ("self_attn.qkv_proj.weight", "attention.query_key_value.weight")
+FUSED_QKV = ("self_attn.qkv_proj.weight", "self_attn.query_key_value.weight")
 FUSED_GATE_UP = (
     "mlp.gate_up_proj.weight",
     "shared_mlp.input_linear.weight",

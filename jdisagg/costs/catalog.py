@@ -168,7 +168,7 @@ CATALOG: dict[str, CostGeometry] = {
             "kimi-linear-48b-a3b", 2304, 27, 163840,
             LatentAttention(32, 0, 512, 64, 128, 128), 9216,
             experts=Experts(256, 8, 1024, 1024), expert_layers=26, context_tokens=1048576,
-            linear=LinearAttention(20, 32, 32, 128, 128, 4, gate_rank=128),
+            linear=LinearAttention(20, 32, 32, 128, 128, 4, gate_rank=128, channel_gates=True),
         ),
         # zai-org/GLM-4.6: the first three layers dense, one shared expert
         CostGeometry(

@@ -113,6 +113,7 @@ class LatentAttention(Message, frozen=True):
         is part of the KV.
       shared_layers: Number of layers that have no indexer, but attend to the positions that the
         indexer of an earlier layer selected.
+      head_gates: Whether each head's output has a gate.
     """
 
     query_heads: int
@@ -125,12 +126,13 @@ class LatentAttention(Message, frozen=True):
     index_dim: int = 0
     index_top: int = 0
     shared_layers: int = 0
+    head_gates: bool = False
 
     @property
     def shared(self) -> "LatentAttention":
         """Sizes of a layer without an indexer."""
         sizes = (self.query_rank, self.kv_rank, self.rope_dim, self.nope_dim, self.value_dim)
-        return LatentAttention(self.query_heads, *sizes)
+        return LatentAttention(self.query_heads, *sizes, head_gates=self.head_gates)
 
     def parameters(self, width: int) -> int:
         query = width * self.query_rank + self.query_rank * self.query_heads * (
@@ -141,7 +143,8 @@ class LatentAttention(Message, frozen=True):
         keys = width * (self.kv_rank + self.rope_dim) + self.unpacking_parameters
         index = self.query_rank * self.index_heads * self.index_dim
         index += width * (self.index_dim + self.index_heads)
-        return query + keys + self.query_heads * self.value_dim * width + index
+        gates = self.head_gates * self.query_heads * width
+        return query + keys + self.query_heads * self.value_dim * width + index + gates
 
     @property
     def unpacking_parameters(self) -> int:
@@ -371,9 +374,9 @@ class CostGeometry:
 
     @property
     def windowed_part(self) -> float:
-        """Fraction of a token's KV that is in layers with a window. 0 if all layers or no layers
-        have a window."""
-        if isinstance(self.attention, LatentAttention) or not self.widest_window:
+        """Fraction of a token's KV that is stored and sent apart, because it is in layers with a
+        window. 0 if all layers or no layers have a window, and in models with recurrence."""
+        if self.linear or isinstance(self.attention, LatentAttention) or not self.widest_window:
             return 0.0
         part = self.attention.windowed_layers * self.attention.kv_values / self.kv_values
         return part if part < 1 else 0.0
