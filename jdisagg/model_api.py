@@ -9,7 +9,7 @@ Suffixes of array names give the dimensions: T tokens of a step, R rows, D model
 heads, K kv heads, H head width, V vocabulary, E experts. In shapes, r is the rank of an adapter."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, Protocol, Required, TypedDict, Unpack
 
@@ -67,6 +67,8 @@ class Shards:
         platform: JAX platform name.
         device_kind: JAX device kind, for kernels that differ by device.
         adapters: Adapter slots of the step's tokens. None if the mesh has no adapter slots.
+        record: Function that a layer with experts calls with the experts that it chooses for each
+            token, int32 [T, J]. None if they are not recorded.
     """
 
     tp: tuple[str, ...] = ()
@@ -75,6 +77,7 @@ class Shards:
     platform: str = "cpu"
     device_kind: str = ""
     adapters: AdapterRows | None = None
+    record: Callable[[jax.Array], None] | None = field(default=None, compare=False)
 
     def of_rows(self, rows_R: jax.Array | None) -> "Shards":
         """Returns a copy for a computation on the tokens with the indices `rows_R` only, with the

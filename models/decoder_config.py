@@ -506,7 +506,11 @@ class DecoderConfig:
 
     def kv_spec(self, dtype: str) -> KVSpec:
         kept, layers = KEPT_DTYPES.get(self.kv_dtype, ""), self.stored_layers
-        return KVSpec(tuple(self._kept_of(layer, kept) for layer in layers), dtype)
+        stored = [self._kept_of(layer, kept) for layer in layers]
+        for at, layer in enumerate(self.layers):
+            if own := layer.experts:
+                stored[at] = replace(stored[at], experts=(own.experts_per_token, own.experts))
+        return KVSpec(tuple(stored), dtype)
 
     @property
     def stored_layers(self) -> tuple[LayerConfig, ...]:

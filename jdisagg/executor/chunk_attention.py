@@ -5,12 +5,13 @@ that continue an earlier chunk also attend to their pages.
 Traced inside the program of a layer group (`prefill_program.py`)."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple, Unpack, cast
 
 import jax
 import jax.numpy as jnp
 
+from jdisagg.executor.expert_reader import experts_as_values
 from jdisagg.executor.page_pool import LayerPages
 from jdisagg.model_api import Attend, AttendOptions, AttentionOptions, Index, Shards
 from jdisagg.ops.kv_pages import as_kept, as_read, token_coordinates, write_tokens
@@ -73,6 +74,7 @@ class ChunkAttention:
         self.pages: list[LayerPages] = []
         self.sent: list[tuple[jax.Array, ...]] = []
         self._chunk, self._shards = chunk, shards
+        self._layer: tuple[int, LayerPages, bool] = (0, (), False)  # the number of earlier ones
         self._selection: _Selection | None = None
         self._in_pages, *in_windows = [
             _Places(
@@ -99,6 +101,7 @@ class ChunkAttention:
                 samples, instead of for all tokens.
         """
         places = self._in_windows if windowed else self._in_pages
+        self._layer = (len(self.pages), layer_pages, sends)
 
         def attend(
             q_TNH: jax.Array,
@@ -109,10 +112,10 @@ class ChunkAttention:
             index, platform = how.get("index"), self._shards.platform
             kept = tuple(
                 as_kept(part, pages.dtype)
-                for part, pages in zip(seal(k_TKH, v_TKH, index), layer_pages, strict=True)
+                for part, pages in zip(seal(k_TKH, v_TKH, index), layer_pages, strict=False)
             )
             written = self._write(layer_pages, kept, places)
-            self.pages.append(written)
+            self.pages.append(written + layer_pages[len(written) :])
             self.sent.append(tuple(part.swapaxes(0, 1) for part in kept if sends))
             seen = [as_read(part, k_TKH.dtype) for part in kept]
             v_TKH, v_pages = (None, None) if how.get("latent") else (seen[1], written[1])
@@ -160,6 +163,21 @@ class ChunkAttention:
 
         return attend
 
+    def recording(self, shards: Shards) -> Shards:
+        """Returns `shards` with which layers write the experts that they choose to their pages."""
+
+        def record(experts_TJ: jax.Array) -> None:
+            earlier, pages, sends = self._layer
+            if len(self.pages) == earlier:  # a layer that does not attend
+                self.pages.append(pages)
+                self.sent.append(())
+            part = as_kept(experts_as_values(experts_TJ, pages[-1].shape[-1]), pages[-1].dtype)
+            written = self._write(pages[-1:], (part,), self._in_pages)
+            self.pages[-1] = self.pages[-1][:-1] + written
+            self.sent[-1] += (part.swapaxes(0, 1),) * sends
+
+        return replace(shards, record=record)
+
     def _index_of_rows(self) -> tuple[Index, jax.Array]:
         """Returns the last indexer's inputs for the last tokens of the rows that sample, and its
         pages."""
@@ -182,7 +200,7 @@ class ChunkAttention:
                 unique=False,
                 platform=self._shards.platform,
             )
-            for pages, part in zip(layer_pages, kept, strict=True)
+            for pages, part in zip(layer_pages, kept, strict=False)
         )
 
     def _past(

@@ -504,6 +504,7 @@ class DecodePrograms:
             if rows.adapters:
                 shards = replace(common, adapters=AdapterRows(rows.adapter(row.ints)))
             attention = StepAttention(step, rows, pools, ring_pages, shards.platform)
+            shards = attention.recording(shards) if spec.records else shards
             state_T = jnp.where(row.active, rows.state(row.ints), nowhere)
             drafted = None
             if drafts and spec.has_state:

@@ -350,7 +350,7 @@ class PrefillPrograms:
         apart = [tables > 1 and layer.window is not None for layer in self._pool.spec.layers]
         grain, keeps = self._grain if form.packed else self._long_grain, self._keeps
         adapters = self._adapters
-        taps, width = weights.taps, weights.width
+        taps, width, records = weights.taps, weights.width, self._pool.spec.records
 
         def body(
             leaves: Sequence[Sequence[jax.Array]],
@@ -383,6 +383,7 @@ class PrefillPrograms:
             rank_chunk = RankChunk(*ours, form.packed)
             windows = (others[0], window_rows) if others else None
             attention = ChunkAttention(rank_chunk, rows, page_size, shards, windows)
+            shards = attention.recording(shards) if records else shards
             begun_R = past_R[: slot_R.shape[0]]
             runs = runs_of(segment_T, positions_T, begun_R, grain, stop_R if keeps else None)
             kept = kept_R if keeps else None
@@ -396,7 +397,8 @@ class PrefillPrograms:
             ):
                 layer: Any = part.merge(part_leaves)
                 tapped += [x_TD] * taps.count(index)
-                asked_R = rows_R if index == last and not form.every_token else None
+                of_rows = index == last and not form.every_token
+                asked_R = rows_R if of_rows and (index == layers or not records) else None
                 if index == layers:
                     assert tokens is not None
                     sends = bool(kind.components)
@@ -423,6 +425,8 @@ class PrefillPrograms:
                 )
                 if not isinstance(deep, tuple) and index < deep.shape[2]:
                     x_TD = x_TD + _rows_of(deep[0, :, index], asked_R)
+                if of_rows and asked_R is None:
+                    x_TD = _rows_of(x_TD, rows_R)
                 # A layer calls `attend` only if it has KV, and `recur` only if it has recurrent
                 # state.
                 if not layer_pages:

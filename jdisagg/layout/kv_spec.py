@@ -19,7 +19,7 @@ import enum
 import functools
 import itertools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from jdisagg.errors import ConfigError
 
@@ -33,6 +33,12 @@ KEPT_NAMES = {dtype: name for name, dtype in KEPT_DTYPES.items()}
 KV_SCALES_FILE = "kv_scales.json"
 # Bits of one value of a quantized weight matrix.
 WEIGHT_BITS = {"int8": 8, "int4": 4, "fp8": 8}
+# Name of the component with the experts chosen for a token. It is the last one of its layer. Its
+# width is a multiple of RECORD_GRAIN or of a row's width, so that rows of blocks stay long.
+EXPERTS = "experts"
+RECORD_GRAIN = 16
+# Largest number that every type of KV represents exactly, with all below it.
+EXACT = 256
 # Bits of a value under each codec (transfer/codec.py). None keeps the KV's own type.
 CODEC_BITS: dict[str, int | None] = {"none": None, "int8": 8, "fp8": 8, "int4": 4}
 
@@ -81,11 +87,18 @@ class KVLayer:
         components: Arrays with one entry per position.
         window: Number of positions that a token attends to, including its own. None means all.
         state: Arrays with one entry per sequence, in recurrent layers.
+        experts: Number of experts that the layer chooses for a token, and number of its experts.
+            None in a layer without experts.
     """
 
     components: tuple[KVComponent, ...]
     window: int | None = None
     state: tuple[KVComponent, ...] = ()
+    experts: tuple[int, int] | None = None
+
+    @property
+    def records(self) -> bool:
+        return bool(self.components) and self.components[-1].name == EXPERTS
 
 
 @dataclass(frozen=True)
@@ -118,6 +131,42 @@ class KVSpec:
         """Spec of the recurrent state. One "token" of this spec is the state of one sequence. The
         spec has no components if no layer has state."""
         return KVSpec(tuple(KVLayer(layer.state) for layer in self.layers), self.dtype)
+
+    @functools.cached_property
+    def choices(self) -> tuple[tuple[int, int], ...]:
+        """The `KVLayer.experts` of the layers with experts."""
+        return tuple(layer.experts for layer in self.layers if layer.experts)
+
+    @functools.cached_property
+    def records(self) -> bool:
+        """Whether the experts chosen for each token are stored beside its KV."""
+        return any(layer.records for layer in self.layers)
+
+    def recording(self) -> "KVSpec":
+        """Returns this spec with a component for the chosen experts in each layer with experts.
+
+        Their numbers are stored as values of the spec's type, which represents them exactly: as
+        quotient and remainder by `EXACT` if the layer has more experts.
+
+        Raises:
+            ConfigError: No layer has experts.
+        """
+        if not self.choices:
+            raise ConfigError(
+                "routed_experts: the model has no layer with experts, so that there is nothing to"
+                " record; remove it"
+            )
+        grain = self.row_heads * math.gcd(self.row_width, RECORD_GRAIN)
+
+        def recorded(layer: KVLayer) -> KVLayer:
+            if layer.experts is None:
+                return layer
+            chosen, experts = layer.experts
+            values = chosen * (1 if experts <= EXACT else 2)
+            part = KVComponent(EXPERTS, 0, -(-values // grain) * grain)
+            return replace(layer, components=(*layer.components, part))
+
+        return KVSpec(tuple(map(recorded, self.layers)), self.dtype)
 
     @functools.cached_property
     def windowed(self) -> "KVSpec":
@@ -169,10 +218,8 @@ class KVSpec:
         """Indices of the layers with KV after which the layers can be cut into programs. A layer
         that attends to the positions which an earlier layer selected, and so has no key of an
         indexer, is in the same program as this layer."""
-        own = [
-            bool({"index", "k"} & {part.name for part in self.layers[at].components})
-            for at in self.positioned
-        ]
+        names = [{part.name for part in self.layers[at].components} for at in self.positioned]
+        own = [bool({"index", "k"} & each) or each == {EXPERTS} for each in names]
         follows = [not is_own and any(own) for is_own in own]
         return tuple(
             [

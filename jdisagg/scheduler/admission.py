@@ -37,6 +37,7 @@ from jdisagg.scheduler.sequences import (
     to_preempt,
 )
 
+MAX_EXPERTS_BYTES = 16 << 20  # of a request, so that they fit a message
 # stages in which a sequence has pages and may lose them
 _HOLDING = (Stage.RESERVED, Stage.READY, Stage.RUNNING)
 # All destinations together may have this many times as many unfetched tokens as one.
@@ -120,6 +121,7 @@ class Admission:
             HandoffError: `sent_from` is no position between blocks.
         """
         self._check_images(request, computes)
+        self._check_experts(request)
         if sent_from is not None:
             return self._check_sent(request, children, sent_from)
         limits = self._state.limits
@@ -163,6 +165,26 @@ class Admission:
             )
         for image in request.images if form is not None else ():
             form.check(image, request.prompt_token_ids, computes)
+
+    def _check_experts(self, request: Request) -> None:
+        limits, spec = self._state.limits, self._state.limits.kv_spec
+        if not request.sampling.return_routed_experts:
+            return
+        if not spec.records:
+            raise InvalidRequestError(
+                "return_routed_experts: this worker does not record the experts of tokens; start"
+                " all workers with --routed_experts, or omit it"
+                if spec.choices
+                else "return_routed_experts: the model has no experts; omit it"
+            )
+        positions = len(request.prompt_token_ids) + request.most_tokens(limits.context_tokens)
+        nbytes = request.sampling.n * positions * sum(2 * chosen for chosen, _ in spec.choices)
+        if nbytes > MAX_EXPERTS_BYTES:
+            raise InvalidRequestError(
+                f"return_routed_experts: the experts of prompt and answers take up to {nbytes}"
+                f" bytes ({positions} positions each), and at most {MAX_EXPERTS_BYTES} fit a reply;"
+                " send a shorter prompt, or lower max_tokens or n"
+            )
 
     def _check_samples(self, children: tuple[Child, ...]) -> None:
         most = self._state.limits.samples_per_chunk

@@ -2,6 +2,7 @@
 APIs. `http_doors.py` serves them."""
 
 import asyncio
+import struct
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 
@@ -16,6 +17,7 @@ from jdisagg.errors import JdisaggError, OverloadedError
 from jdisagg.grammar.compiler import GrammarCompiler, TokenizerText
 from jdisagg.layout.axes import Layout
 from jdisagg.messages.worker_status import KeptTier, WorkerRole, WorkerStatus
+from jdisagg.prompt.experts import ChosenExperts
 from jdisagg.prompt.logprobs import PromptLogprobs, PromptToken
 from jdisagg.request import (
     CachedTokens,
@@ -146,7 +148,7 @@ class FakePath:
                         token_ids=(token,),
                         text=chr(token) + self.filler,
                         logprobs=(
-                            (TokenLogprobs(-0.5, ((token, -0.5),)),)
+                            (TokenLogprobs(-0.5, ((token, -0.5),), experts_of(request, index)),)
                             if sampling.logprobs is not None
                             else ()
                         ),
@@ -204,6 +206,16 @@ def scores_of(request: Request) -> PromptLogprobs:
         for after in request.prompt_token_ids[1:]
     ]
     return PromptLogprobs.of(top, tokens)
+
+
+def experts_of(request: Request, index: int) -> ChosenExperts | None:
+    """Two layers choose one expert each, numbered by the position."""
+    if not request.sampling.return_routed_experts:
+        return None
+    end = len(request.prompt_token_ids) + index
+    positions = range(end) if index == 0 else range(end - 1, end)
+    numbers = [position for position in positions for _ in range(2)]
+    return ChosenExperts(2, 1, struct.pack(f"<{len(numbers)}h", *numbers))
 
 
 def text_of(tokens: tuple[int, ...]) -> str:
