@@ -17,7 +17,7 @@ from jdisagg.errors import IncompatiblePeerError, InvalidRequestError, JdisaggEr
 PROTOCOL = 52
 # The oldest compatible version. Must be set to PROTOCOL after a change that does more than add
 # fields which an older process may ignore.
-OLDEST = 51
+OLDEST = 52
 
 T = TypeVar("T")
 

@@ -55,6 +55,10 @@ class Retained:
     def of(self, name: bytes) -> Retention | None:
         return self._by_name.get(name)
 
+    def forget(self, names: Iterable[bytes]) -> None:
+        for name in names:
+            self._by_name.pop(name, None)
+
     def asked(self, request: Request, chain: Iterable[bytes], block_tokens: int) -> None:
         """Notes what a request asks for its blocks. A block that several requests retain keeps the
         retention that begins with the greatest worth."""
@@ -130,6 +134,10 @@ class EvictionOrder(Generic[K]):
         """Adds a key as the one that is evicted first."""
         self._plain[key] = -math.inf
         self._plain.move_to_end(key, last=False)
+
+    def is_first(self, key: K) -> bool:
+        """Returns whether a key was added by `add_first`, and not used since."""
+        return self._plain.get(key) == -math.inf
 
     def discard(self, key: K) -> None:
         if key in self._plain:

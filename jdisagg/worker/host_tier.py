@@ -7,7 +7,7 @@ before any command that overwrites the pages. If a checksum differs, the block i
 as a miss."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -118,6 +118,19 @@ class HostTier(KvSource):
                 self._kept.log.lost(block.name)
         self._release((*gone, *self.snapshots.clear()))
         return len(gone)
+
+    async def drop(self, names: Collection[bytes]) -> None:
+        """Drops these blocks and snapshots, also those that are being copied."""
+        running = (self._copies, self._snapshot_copies)
+        if copies := {made[name] for made in running for name in made.keys() & names}:
+            await asyncio.wait(copies)
+
+        def dropped(blocks: HostBlocks) -> tuple[HostBlock, ...]:
+            known = [block for name in names if (block := blocks.arrived(name)) is not None]
+            return tuple(filter(blocks.forget, known))
+
+        self._drop(dropped(self.blocks), "session")
+        self._release(dropped(self.snapshots))
 
     def stop(self) -> None:
         self._tasks.cancel()
@@ -438,6 +451,7 @@ class HostTier(KvSource):
             self._counters.add("host_blocks_dropped", len(gone), cause=cause)
             for block in gone:
                 self._kept.log.lost(block.name)
+                self._kept.promote(block.name)
             self._release(gone)
 
     def _release(self, gone: tuple[HostBlock, ...]) -> None:

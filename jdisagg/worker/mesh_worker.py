@@ -18,7 +18,15 @@ from jdisagg.costs.measured import StepTimes
 from jdisagg.errors import HandoffError, InvalidRequestError, JdisaggError, UnavailableError
 from jdisagg.grammar.compiler import GrammarCompiler
 from jdisagg.messages.kept_blocks import KeptMark, KeptNews, KeptScheme
-from jdisagg.messages.ports import Child, FetchCall, FetchReply, PeerHello, PeerMessage
+from jdisagg.messages.ports import (
+    Child,
+    FetchCall,
+    FetchReply,
+    PeerHello,
+    PeerMessage,
+    SessionCall,
+    SessionReport,
+)
 from jdisagg.messages.step_commands import StepCommand, StepResult
 from jdisagg.messages.worker_status import WorkerRole, WorkerStatus
 from jdisagg.request import Request
@@ -41,6 +49,7 @@ from jdisagg.worker.kv_sources import KvSource, KvSources
 from jdisagg.worker.outgoing_kv import OutgoingHandoff, OutgoingKv
 from jdisagg.worker.peer_fetch import PeerFetch
 from jdisagg.worker.peers import PeerResolver, Peers, hello_of
+from jdisagg.worker.session_kv import SessionKv
 from jdisagg.worker.step_loop import DEPTH, StepLoop
 from jdisagg.worker.weights_updates import ServedWeights, WeightsUpdates
 
@@ -160,6 +169,10 @@ class MeshWorker(ABC):
         self._prompts, self._admission = self._scheduler.prompts, self._scheduler.admission
         self._peers = self._connect(peers, config.codec)
         self._sources = self._find_sources(peers if fetches else None)
+        tiers, instead = (self._host, self._disk), "compute" if role.sends else "receive"
+        self._sessions = SessionKv(
+            self.name, self._kept, self._sources, *tiers, instead, self._clock.now
+        )
         self._given = GivenKv(
             self._sources, self._outgoing, self._loop, mesh, ids, self.counters, role.decodes
         )
@@ -209,6 +222,7 @@ class MeshWorker(ABC):
         if self._sweeping is not None:
             self._sweeping.cancel()
             await asyncio.gather(self._sweeping, return_exceptions=True)
+        self._sessions.stop()
         self._sources.stop()
         self._adapters.stop()
         await self._loop.stop()
@@ -255,6 +269,7 @@ class MeshWorker(ABC):
     def _sweep(self, now: float) -> None:
         self._outgoing.sweep(now)
         self._sources.expire(now)
+        self._sessions.sweep(now)
         self.weights.expire()
         self._loop.break_if_stalled(self._limits.step_seconds)
         self._attempts.forget_before(now - 2 * self._limits.handoff_lease_seconds)
@@ -343,6 +358,9 @@ class MeshWorker(ABC):
 
     async def reset_cache(self) -> int:
         return await self._cache.reset()
+
+    async def session(self, call: SessionCall) -> SessionReport | None:
+        return await self._sessions.answer(call)
 
     @property
     def kept_scheme(self) -> KeptScheme | None:

@@ -67,6 +67,25 @@ async def test_streams_are_the_same_when_the_prefill_mesh_keeps_them_in_host_mem
 
 
 @pytest.mark.ci
+async def test_hints_and_pauses_change_no_token_of_prompts_kept_in_pages_and_host_memory() -> None:
+    """Retained and other prompts share pages for one long prompt, with host memory behind them."""
+    engine = replace(
+        config(),
+        prefill=replace(config().prefill, pages_per_rank=32),
+        prefix=PrefixConfig(True, 16, host_gib=0.25, restores="always"),
+    )
+    long, short = Retention(4.0, 3600.0), Retention(1.0, 0.05)
+    hints = (
+        *(Hints("a", long, pause_seconds=0.5), None),
+        *(Hints("b", short, 40, 30, 60.0), Hints("", long, 16, 1)),
+    )
+    streams, run, cached = await converse(engine, hints=hints)
+    assert streams == await reference()
+    assert cached > 0
+    assert all(worker._kept.retained for worker in run.cluster._workers)
+
+
+@pytest.mark.ci
 async def test_usage_tells_the_tokens_that_were_cached_because_the_request_asked_for_it() -> None:
     async with running(with_reuse(config())) as run:
         ids = Conversations(run, seed=1).words(150)

@@ -259,10 +259,11 @@ class CacheControl(Form):
 
 
 class AgentHints(Form):
-    """Dynamo's hints of an agent."""
+    """Dynamo's hints of an agent, and the time until its next turn."""
 
     priority: int = 0
     osl: int = 0
+    pause_seconds: float = 0.0
 
 
 class Extensions(Form):
