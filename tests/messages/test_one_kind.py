@@ -79,12 +79,13 @@ def test_fields_are_changed_by_the_function_for_their_kind() -> None:
         if any(word in text for word in ("replace(", "dataclass", "@plain", "Struct", "Message"))
     }
     structs, others = [], []
-    for tree in trees.values():
-        for node in tree.body:
-            if isinstance(node, ast.ClassDef):
-                bases = {ast.unparse(base) for base in node.bases}
-                struct = bases & {"Message", "msgspec.Struct", "Struct"}
-                (structs if struct else others).append(_fields(node))
+    made = [node for tree in trees.values() for node in tree.body if isinstance(node, ast.ClassDef)]
+    own = {node.name: _fields(node) for node in made}
+    for node in made:
+        bases = {ast.unparse(base) for base in node.bases}
+        struct = bases & {"Message", "msgspec.Struct", "Struct"}
+        fields = _fields(node).union(*(own.get(base, set()) for base in bases))
+        (structs if struct else others).append(fields)
     seen, wrong = {True: 0, False: 0}, []
     for path, tree in trees.items():
         for call, struct in _changes(tree) if "replace(" in texts[path] else ():
