@@ -88,7 +88,7 @@ def fetched_tokens(role: WorkerRole, prefix: PrefixConfig, page_size: int) -> in
     """Returns the number of tokens in each cached block that a worker fetches from other workers,
     or 0 if it fetches none. Decode workers that compute no prompts fetch none, because a prefill
     worker sends them the KV of the whole prompt anyway."""
-    computes = role.sends or prefix.appends > 0
+    computes = role.computes or prefix.appends > 0
     return prefix.peer_tokens(page_size) if computes else 0
 
 

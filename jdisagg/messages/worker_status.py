@@ -7,8 +7,8 @@ from jdisagg.plain import Message
 
 
 class WorkerRole(enum.Enum):
-    """What a worker does with prompts, as two flags. A worker that does not send computes only what
-    the router leaves to it."""
+    """What a worker does with prompts, as two flags. A worker that does not decode sends the KV of
+    the prompts that it computes."""
 
     PREFILL = "prefill"
     DECODE = "decode"
@@ -20,8 +20,8 @@ class WorkerRole(enum.Enum):
         return self is not WorkerRole.PREFILL
 
     @property
-    def sends(self) -> bool:
-        """Whether it computes every prompt, the KV of which it may then send."""
+    def computes(self) -> bool:
+        """Whether it computes every prompt, and not only what the router leaves to it."""
         return self is not WorkerRole.DECODE
 
 

@@ -311,7 +311,7 @@ class Scheduler:
         counters: Counters,
     ) -> None:
         limits = state.limits
-        computes = role.sends or limits.append_buckets
+        computes = role.computes or limits.append_buckets
         self.chunk_tokens = limits.computed.chunk_buckets[-1] if computes else 0
         self.prompts = prompts = Prompts(state, ids, counters)
         self.admission = Admission(state, prompts, config.growth_tokens, config.ahead_sequences)

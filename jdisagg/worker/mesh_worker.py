@@ -111,7 +111,7 @@ class MeshWorker(ABC):
         fetches: bool = False,
     ) -> None:
         self.role = role
-        self._decodes, self._sends = role.decodes, role.sends
+        self._decodes, self._computes = role.decodes, role.computes
         self.name = context.name
         self.address = context.address
         self.boot_id = context.ids()

@@ -7,8 +7,9 @@
 4. Its KV is sent to a decode worker (`PromptSender`), or its answer is generated here (`generate`).
    A running sequence may move to another worker (`MigrationSender`).
 
-A role is two flags. A worker that only sends is a prefill worker. One that only decodes is a decode
-worker: it computes what the router leaves to it. A mixed worker decodes, and computes all prompts.
+A role is two flags (`WorkerRole`). A worker that only computes is a prefill worker, and sends the
+KV. One that only decodes is a decode worker: it computes what the router leaves to it, and receives
+the rest. A mixed worker does both.
 
 The worker takes a turn of its scheduler (`scheduler/turn.py`) after each event and carries it out.
 Only the scheduler assigns pages and chooses batches. State changes only on the event loop and
@@ -265,9 +266,9 @@ class Worker(MeshWorker):
             self._check(call)
             key, now, block = self._state.new_key(), self._clock.now(), self._kept.block_tokens
             task = self._tasks[key] = PromptTask.of(call, key, now, arrival, block)
-            task.prompt.computes |= self._sends
+            task.prompt.computes |= self._computes
             named = isinstance(call, PrefillCall) or not call.whole
-            self._prompts.begin(task.prompt, named=named, shared=self._sends)
+            self._prompts.begin(task.prompt, named=named, shared=self._computes)
         if task.handoff is not None:
             self._outgoing.open(task.handoff)
         self._seek(task)
@@ -412,7 +413,7 @@ class Worker(MeshWorker):
         cached, samples = group.cached_tokens, [child.sample_spec() for child in group.alive]
         self._prompts.add(group.key, group.rank, tuple(samples), cached, group.epoch)
         group.request = group.request.without_pixels()  # only the queued prompt needs the pixels
-        if not self._sends:
+        if not self._computes:
             self.counters.add("prompts_appended")
             self.counters.add("tokens_appended", len(group.known_tokens) - cached)
         self._loop.wake()
