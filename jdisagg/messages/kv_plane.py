@@ -7,13 +7,7 @@ processes of the two meshes follow it over a `KvLink`, by the messages below. An
 lost, late or duplicated. Ids are therefore used once, every wait has a deadline, and an event that
 `WORKFLOW` does not name for a state changes nothing.
 
-Before the first pull of receiver process R from sender process S, R sends Open and S replies with
-Opened, which has the address to pull from. R sends Leave when it makes no more pulls.
-
-A pull ahead saves one round trip: if R already has the address and the list of pieces, it sends its
-request and starts the data-plane pull at the same time. S then posts the pieces and sends no reply.
-If S refuses or receives Withdraw, it posts an error under the pull's id, because R's pull would
-otherwise wait in the transfer engine forever.
+A receiver process sends Leave when it makes no more pulls over a connection.
 
 A device number is the number that JAX gives the device in the process that owns it."""
 
@@ -95,23 +89,6 @@ class PostedPiece(Message, frozen=True):
     part: int
 
 
-class Open(Message, frozen=True):
-    """Opens a connection from the receiver to the sender process with boot id `sender_boot_id`.
-    `link` is the connection's number. The data plane uses `transports` parallel connections."""
-
-    sender_boot_id: int
-    link: int
-    transports: int
-
-
-class Opened(Message, frozen=True):
-    """Reply to `Open`. The sender's transfer server for connection number `link` listens at
-    `address` (host:port)."""
-
-    link: int
-    address: str
-
-
 class PullRequest(Message, frozen=True):
     """Request of one receiver process to one sender process for the KV of one offered block.
 
@@ -133,10 +110,6 @@ class PullRequest(Message, frozen=True):
             process.
         turn: Index of the sender's preferred replica. Different values spread the load over the
             replicas.
-        address: Address of the transfer server from which a pull ahead has started. Empty for other
-            pulls.
-        pieces: Pieces of a pull ahead, in the order in which the receiver pulls them. Empty for
-            other pulls.
     """
 
     pull_id: int
@@ -155,8 +128,6 @@ class PullRequest(Message, frozen=True):
     wanted: tuple[Wanted, ...]
     process: int
     turn: int
-    address: str = ""
-    pieces: tuple[PostedPiece, ...] = ()
     backend: KvBackend = KvBackend.ENGINE
 
 
@@ -226,11 +197,9 @@ class Pulled(Message, frozen=True):
 
 
 class Withdraw(Message, frozen=True):
-    """Reports that the receiver gave up the pull. `ahead` means that the pull already waits in the
-    transfer engine. Such a wait ends only when the sender posts data or an error."""
+    """Reports that the receiver gave up the pull."""
 
     pull_id: int
-    ahead: bool = False
 
 
 class Leave(Message, frozen=True):
@@ -239,7 +208,7 @@ class Leave(Message, frozen=True):
     link: int
 
 
-KvMessage = Open | Opened | PullRequest | Posted | Refused | Pulled | Withdraw | Leave
+KvMessage = PullRequest | Posted | Refused | Pulled | Withdraw | Leave
 
 
 class KvEnvelope(Message, frozen=True):

@@ -66,8 +66,7 @@ class Outlet(Protocol):
     """The sending side of a backend: serves KV pieces to one receiver process. Not thread-safe.
 
     Attributes:
-        address: Address of a server from which the receiver may pull before the sender has
-            answered. "" if the backend has no such server.
+        address: Address of the server from which the receiver pulls. "" if the backend has none.
         answers_early: When the sender answers the receiver. True: after `reserve`, because the
             receiver can detect when the arrays are written. False: after `write`.
     """
@@ -97,10 +96,6 @@ class Outlet(Protocol):
         """Withdraws the arrays of a pull. The receiver may be reading them. `reason`: error text
         for a receiver that still waits for the arrays."""
         ...
-
-    def refuse(self, pull_id: int, leaves: int, reason: str) -> None:
-        """Fails a pull that the receiver has started at `address` although nothing is reserved for
-        it."""
 
     def tick(self) -> None:
         """Ends the pulls whose deadline has passed. The sender calls this method a few times a
@@ -152,8 +147,6 @@ class Inlet(Protocol):
 
     Attributes:
         backend: Name of the backend that the sender is asked to use.
-        has_server: Whether arrays are pulled from a server of the sender, possibly before the
-            sender answers. Such a pull can hang. The methods from `flows` on are for such inlets.
         borrows: Whether received arrays are views of the sender's memory. The message `Pulled` is
             then sent when the last view is deleted, and the sender answers before it has written
             the arrays.
@@ -162,12 +155,8 @@ class Inlet(Protocol):
     """
 
     backend: KvBackend
-    has_server: bool = False
     borrows: bool = False
     reads: bool = False
-
-    def open(self, address: str) -> None:
-        """Connects to the sender's server. Does nothing for a backend without servers."""
 
     def pull(self, arrays: AnnouncedArrays) -> Sequence[jax.Array | Leaf]:
         """Starts to pull the arrays of one request. Returns one object to poll for each array.

@@ -1,8 +1,6 @@
 """The receiving half of `NegotiatedChannel`: requests, pulls and assembles the sender's pieces.
 
-Each request follows `WORKFLOW` (messages/kv_plane.py). The receiver may also pull ahead, which
-means before the answer: it computes the same plan of pieces as the sender, and pulls from the
-sender's server before the pieces are posted. Invariants:
+Each request follows `WORKFLOW` (messages/kv_plane.py). Invariants:
 - Each request has a new random id. A retry of a failed pull is a new pull with new ids. An
   unanswered request is sent again with the same id, because messages may be lost. The sender serves
   each id once.
@@ -12,7 +10,7 @@ sender's server before the pieces are posted. Invariants:
   the sender keep arriving, because a retry would only add load to a slow link. At the deadline the
   requests of the pull are withdrawn. If the inlet finds its connection broken or stuck, the
   connection is closed, and the next pull opens a new one.
-- Without a plan, a receiver process sends requests to every process of the sender, because any of
+- A receiver process sends requests to every process of the sender, because any of
   them may hold pieces. Processes without pieces answer with an empty list. The pull is complete
   when this process's devices have all their pieces. This module must not distinguish backends: all
   differences are in `Inlet` (backend.py)."""
@@ -21,9 +19,11 @@ import contextlib
 import functools
 import itertools
 import logging
+import secrets
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 
 import jax
 import msgspec
@@ -36,36 +36,84 @@ from jdisagg.messages.kv_plane import (
     BlockState,
     KvLink,
     Leave,
-    Open,
-    Opened,
     Posted,
-    PostedPiece,
     Pulled,
+    PullRequest,
     Refused,
     Withdraw,
     after,
 )
 from jdisagg.transfer.assembly import Assembly
-from jdisagg.transfer.backend import AnnouncedArrays, Leaf
+from jdisagg.transfer.backend import AnnouncedArrays, Inlet, Leaf
 from jdisagg.transfer.backend_choice import BackendChoice
 from jdisagg.transfer.channel import PullTarget
 from jdisagg.transfer.channel_thread import ChannelThread
-from jdisagg.transfer.kv_requests import (
-    PeerState,
-    SentRequest,
-    Transfer,
-    pieces_by_sender,
-    request_of,
-)
 from jdisagg.transfer.pieces import add_counts
 from jdisagg.transfer.polled_pull import PolledPull, is_ready
 from jdisagg.transfer.sender_errors import named_error, sender_error
-from jdisagg.transfer.transfer_engine import EngineOptions
+from jdisagg.transfer.transfer_engine import ID_BITS, EngineOptions
 
 # While bytes of the sender keep arriving, a pull may take this many times its time limit.
 MOST_PATIENCE = 12
 
 _log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class PeerState:
+    """State of the connection to one sender process.
+
+    Attributes:
+        link: Number of the current connection to the process. Each new connection has a higher
+            number.
+    """
+
+    end: KvEnd
+    link: int
+    inlet: Inlet
+
+
+@dataclass(slots=True, eq=False)
+class SentRequest:
+    """The request of one pull to one sender process.
+
+    Attributes:
+        arrays: One object to poll for each requested array. None until the transfer has started.
+        unread: Reason why the sender's memory could not be read. "" otherwise.
+    """
+
+    peer: PeerState
+    transfer: "Transfer"
+    request: PullRequest
+    sent_at: float = 0.0
+    state: BlockState = BlockState.ASKED
+    arrays: Sequence[jax.Array | Leaf] | None = None
+    address: str = ""
+    unread: str = ""
+
+    def advance(self, event: BlockEvent) -> bool:
+        """Returns whether the event changes the state."""
+        state = after(self.state, event)
+        if state is not None:
+            self.state = state
+        return state is not None
+
+    @property
+    def has_ended(self) -> bool:
+        return self.arrays is not None and all(map(is_ready, self.arrays))
+
+
+@dataclass(slots=True, eq=False)
+class Transfer:
+    """`patience_seconds`: seconds without arriving bytes after which the pull fails. `until`: time
+    at which the pull fails in any case."""
+
+    pull: PolledPull
+    source: str
+    assembly: Assembly
+    patience_seconds: float
+    until: float
+    requests: list[SentRequest] = field(default_factory=list)
 
 
 class KvPuller:
@@ -93,17 +141,12 @@ class KvPuller:
     def connect(self, peer: str, card: MeshCard) -> None:
         with self._lock:
             known = self._cards.setdefault(peer, card)
-            opened = [
-                self._peer(end) for end in card.ends if card.transports == self._options.transports
-            ]
+            if card.transports == self._options.transports:
+                for end in card.ends:
+                    self._peer(end)
         assert known == card, (
             f"peer {peer!r} was introduced with another mesh; its name must hold its boot id"
         )
-        for state in opened:
-            if state.inlet.has_server:
-                self._link.send(
-                    state.end, Open(state.end.boot_id, state.link, self._options.transports)
-                )
 
     def disconnect(self, peer: str) -> None:
         with self._lock:
@@ -121,7 +164,7 @@ class KvPuller:
             self._begin(pull, offer_id, target, deadline_seconds)
         return pull
 
-    def handle(self, sender: KvEnd, message: Opened | Posted | Refused) -> None:
+    def handle(self, sender: KvEnd, message: Posted | Refused) -> None:
         self._thread.submit(lambda: self._take(sender, message))
 
     def under_way(self) -> int:
@@ -160,22 +203,15 @@ class KvPuller:
             key = (target.peer, target.zeros.shape, target.rank)
             turn = self._turns[key] = self._turns.get(key, -1) + 1
             peers = [self._peer(end) for end in card.ends]
-            ahead = self._plan_ahead(card, peers, target, assembly, turn)
-            for place, peer in enumerate(peers):
-                if ahead is None or place in ahead:
-                    pieces = ahead[place] if ahead is not None else ()
-                    request = request_of(
-                        peer, assembly, offer_id, target, self._options.transports, turn, pieces
-                    )
-                    sent = SentRequest(peer, transfer, request)
-                    transfer.requests.append(sent)
-                    self._requests[request.pull_id] = sent
+            for peer in peers:
+                request = request_of(
+                    peer, assembly, offer_id, target, self._options.transports, turn
+                )
+                transfer.requests.append(SentRequest(peer, transfer, request))
+                self._requests[request.pull_id] = transfer.requests[-1]
         for sent in transfer.requests:
-            sent.peer.used = self._clock.now()
             self._ask(sent)
-        self._thread.submit(
-            lambda: self._watch_new(transfer, target.heads if ahead is not None else 0)
-        )
+        self._thread.submit(lambda: self._watched.append(transfer))
 
     def _ask(self, sent: SentRequest) -> None:
         """Asks for the block, again if no answer came or the deadline has moved."""
@@ -183,20 +219,6 @@ class KvPuller:
         left = sent.transfer.pull.deadline - sent.sent_at
         request = msgspec.structs.replace(sent.request, deadline_seconds=left)
         self._link.send(sent.peer.end, request)
-
-    def _plan_ahead(
-        self,
-        card: MeshCard,
-        peers: list[PeerState],
-        target: PullTarget,
-        assembly: Assembly,
-        turn: int,
-    ) -> dict[int, tuple[PostedPiece, ...]] | None:
-        """The caller must hold the lock."""
-        fresh = self._clock.now() - self._timeouts.fresh_seconds
-        if not target.heads or any(not peer.address or peer.used < fresh for peer in peers):
-            return None
-        return pieces_by_sender(card, target, assembly, turn)
 
     def _peer(self, end: KvEnd) -> PeerState:
         """The caller must hold the lock."""
@@ -212,30 +234,7 @@ class KvPuller:
 
     # The methods below run on the thread.
 
-    def _watch_new(self, transfer: Transfer, heads: int) -> None:
-        self._watched.append(transfer)
-        with _failing(transfer.pull, "the pieces could not be pulled"):
-            if heads and not transfer.pull.is_ready():
-                transfer.assembly.expect(heads, ())  # needed if this process's devices get nothing
-                for sent in transfer.requests:
-                    request = sent.request
-                    self._receive(
-                        sent,
-                        Posted(request.pull_id, request.link, request.address, heads, sent.ahead),
-                    )
-                self._deliver(transfer)
-
-    def _opened(self, sender: KvEnd, message: Opened) -> None:
-        with self._lock:
-            peer = self._peers.get(sender)
-        if peer is not None and peer.link == message.link:
-            peer.inlet.open(message.address)
-            peer.used = self._clock.now()
-            peer.address = message.address
-
-    def _take(self, sender: KvEnd, message: Opened | Posted | Refused) -> None:
-        if isinstance(message, Opened):
-            return self._opened(sender, message)
+    def _take(self, sender: KvEnd, message: Posted | Refused) -> None:
         with self._lock:
             sent = self._requests.get(message.pull_id)
         if sent is None or sent.peer.end != sender:
@@ -252,8 +251,6 @@ class KvPuller:
             if message.link != sent.peer.link:
                 raise _dropped(sent.peer)
             self._receive(sent, message)
-            if message.address:
-                sent.peer.address = message.address
             self._deliver(sent.transfer)
 
     def _receive(self, sent: SentRequest, answer: Posted) -> None:
@@ -261,8 +258,6 @@ class KvPuller:
         with self._lock:
             if self._peers.get(peer.end) is not peer:  # its sender has closed the posting
                 raise _dropped(peer)
-        if sent.ahead and answer.address != peer.address:
-            raise _dropped(peer)
         avals = assembly.expect(answer.heads, answer.pieces)
         arrays: Sequence[jax.Array | Leaf] = ()
         if avals:
@@ -364,7 +359,7 @@ class KvPuller:
     def _send_again(self, transfer: Transfer) -> None:
         due = self._clock.now() - self._timeouts.ask_again_seconds
         for sent in transfer.requests:
-            waits = sent.state is BlockState.ASKED or sent.ahead or sent.peer.inlet.borrows
+            waits = sent.state is BlockState.ASKED or sent.peer.inlet.borrows
             if waits and sent.sent_at <= due:
                 self._ask(sent)
 
@@ -405,10 +400,9 @@ class KvPuller:
         # A sender that has refused the request has withdrawn the pull already. It still keeps the
         # leaves if this process reads the sender's memory directly.
         if sent.advance(BlockEvent.GIVE_UP) or inlet.reads:
-            self._link.send(peer.end, Withdraw(sent.request.pull_id, bool(sent.ahead)))
+            self._link.send(peer.end, Withdraw(sent.request.pull_id))
         if sent.arrays is not None:
-            flushed = self._clock.now() + self._timeouts.flush_seconds if sent.ahead else 0.0
-            inlet.abandon(sent.arrays, max(sent.transfer.pull.deadline, flushed))
+            inlet.abandon(sent.arrays, sent.transfer.pull.deadline)
 
     def _is_unproven(self, sent: SentRequest) -> bool:
         with self._lock:
@@ -456,6 +450,38 @@ class KvPuller:
         with self._lock:
             self._requests.clear()
             self._cards.clear()
+
+
+def request_of(
+    peer: PeerState,
+    assembly: Assembly,
+    offer_id: int,
+    target: PullTarget,
+    transports: int,
+    turn: int,
+) -> PullRequest:
+    """Returns the request to one sender process, with a new id and without a deadline."""
+    zeros = target.zeros
+    _, components, heads, tokens, head_size = zeros.shape
+    return PullRequest(
+        pull_id=secrets.randbits(ID_BITS),
+        offer_id=offer_id,
+        sender_boot_id=peer.end.boot_id,
+        link=peer.link,
+        transports=transports,
+        deadline_seconds=0.0,
+        codec=target.codec,
+        dtype=str(zeros.dtype),
+        components=components,
+        granule=target.granule,
+        tokens=tokens,
+        head_size=head_size,
+        head_shards=heads // target.granule,
+        wanted=assembly.wanted,
+        process=jax.process_index(),
+        turn=turn,
+        backend=peer.inlet.backend,
+    )
 
 
 @contextlib.contextmanager

@@ -11,7 +11,6 @@ Each pull follows `WORKFLOW` (messages/kv_plane.py). Invariants:
 - A request for a pull that has ended gets the pull's last answer again, so no id is served twice.
 - This module must not distinguish backends: all differences are in `Outlet` (backend.py)."""
 
-import contextlib
 import itertools
 import logging
 import time
@@ -30,8 +29,6 @@ from jdisagg.messages.kv_plane import (
     KvBackend,
     KvLink,
     Leave,
-    Open,
-    Opened,
     Posted,
     PostedPiece,
     Pulled,
@@ -50,7 +47,6 @@ from jdisagg.transfer.pieces import (
     PlannedPiece,
     RequestedPieces,
     check_geometry,
-    leaves_of,
     plan_of_request,
 )
 from jdisagg.transfer.polled_pull import is_ready
@@ -138,9 +134,7 @@ class KvSender:
     def offered(self) -> Offered:
         return self._offers.offered()
 
-    def handle(
-        self, receiver: KvEnd, message: Open | PullRequest | Withdraw | Pulled | Leave
-    ) -> None:
+    def handle(self, receiver: KvEnd, message: PullRequest | Withdraw | Pulled | Leave) -> None:
         self._thread.submit(lambda: self._take(receiver, message))
 
     def postings(self) -> int:
@@ -156,18 +150,9 @@ class KvSender:
 
     # The methods below run on the thread.
 
-    def _take(
-        self, receiver: KvEnd, message: Open | PullRequest | Withdraw | Pulled | Leave
-    ) -> None:
+    def _take(self, receiver: KvEnd, message: PullRequest | Withdraw | Pulled | Leave) -> None:
         peer = self._peers.get(receiver)
         match message:
-            case Open():
-                if (message.sender_boot_id, message.transports) == (
-                    self._end.boot_id,
-                    self._options.transports,
-                ):
-                    with contextlib.suppress(HandoffError):  # its requests get the reason
-                        self._open(receiver, message.link)
             case PullRequest():
                 self._requested(receiver, message)
             case Pulled():
@@ -181,8 +166,6 @@ class KvSender:
                 if pull is not None:
                     return self._fail(pull, BlockEvent.GIVE_UP, HandoffError(GIVEN_UP))
                 self._remember((receiver, message.pull_id))  # a delayed request is not served
-                if message.ahead and peer is not None:
-                    peer.outlet.refuse(message.pull_id, 1, error_text(HandoffError(GIVEN_UP)))
             case Leave():
                 if peer is not None and peer.link <= message.link:
                     self._close_peer(receiver)
@@ -241,9 +224,6 @@ class KvSender:
                 f"transports is {ours} at the sender and {request.transports} at the receiver; set"
                 " the same on both"
             )
-        if request.address and not self._is_where_pulled(pull):
-            self._open(pull.receiver, request.link)
-            raise HandoffError(CLOSED)
 
     def _post(self, pull: _Pull, offer: OfferedBlock) -> None:
         receiver, request = pull.receiver, pull.request
@@ -252,11 +232,6 @@ class KvSender:
             PostedPiece(piece.source, request.wanted[piece.receiver].device, piece.part)
             for piece in pieces
         )
-        if request.address and posted != request.pieces:
-            raise IncompatiblePeerError(
-                f"the receiver pulls {request.pieces} ahead, and of offer {request.offer_id:#x} it"
-                f" gets {posted}"
-            )
         if not pieces:
             nothing = Posted(request.pull_id, request.link, "", heads, ())
             self._link.send(receiver, nothing)
@@ -277,7 +252,7 @@ class KvSender:
 
     def _answer(self, pull: _Pull) -> None:
         self._advance(pull, BlockEvent.POST)
-        if not pull.request.address and pull.answer is not None:
+        if pull.answer is not None:
             self._link.send(pull.receiver, pull.answer)
 
     def _write_once_computed(self, pull: _Pull, number: int, sources: Sequence[jax.Array]) -> None:
@@ -307,8 +282,7 @@ class KvSender:
         pull.state = state
 
     def _fail(self, pull: _Pull, event: BlockEvent, error: JdisaggError) -> None:
-        """Ends a pull without its pieces. Also fails a pull ahead, which would otherwise wait at
-        the outlet until its deadline."""
+        """Ends a pull without its pieces."""
         receiver, request = pull.receiver, pull.request
         refusal = Refused(request.pull_id, type(error).__name__, error.message)
         if event is BlockEvent.REFUSE:
@@ -317,9 +291,6 @@ class KvSender:
         self._end_pull(pull.key, event, refusal if event is BlockEvent.REFUSE else None)
         if reserved:
             self._peers[receiver].outlet.withdraw(request.pull_id, pull.leaves, text)
-        elif request.address and self._is_where_pulled(pull):
-            leaves = max(1, len(request.pieces) * leaves_of(request.codec))
-            self._peers[receiver].outlet.refuse(request.pull_id, leaves, text)
 
     def _end_pull(
         self, key: _Key, event: BlockEvent, answer: Posted | Refused | None = None
@@ -351,22 +322,6 @@ class KvSender:
             peer = self._peers[receiver] = _PeerState(link, outlet, 0.0)
         peer.used = time.monotonic()
         return peer
-
-    def _open(self, receiver: KvEnd, link: int) -> None:
-        try:
-            address = self._peer(receiver, link).outlet.address
-        except HandoffError:  # an older connection
-            raise
-        except Exception as error:
-            raise HandoffError(f"no connection could be opened: {error}") from error
-        self._link.send(receiver, Opened(link, address))
-
-    def _is_where_pulled(self, pull: _Pull) -> bool:
-        peer, request = self._peers.get(pull.receiver), pull.request
-        return peer is not None and (peer.link, peer.outlet.address) == (
-            request.link,
-            request.address,
-        )
 
     def _regularly(self) -> float:
         if time.monotonic() >= self._tick_due:

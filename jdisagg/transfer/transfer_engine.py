@@ -32,7 +32,6 @@ Failure modes of the engine and the countermeasures (see test_engine_dangers.py)
 import ctypes
 import datetime
 import math
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -115,7 +114,7 @@ class EngineOutlet(Outlet):
     def __init__(self, options: EngineOptions) -> None:
         self._error_seconds = options.timeouts.error_seconds
         self._server = options.start_server()
-        self._withdrew, self._errors_until = False, 0.0
+        self._withdrew = False
         self._tick = jax.device_put(np.zeros(1, np.uint8), jax.local_devices()[0])
         self.address = self._server.address()
 
@@ -143,17 +142,11 @@ class EngineOutlet(Outlet):
         """Does nothing, because the engine frees arrays that were pulled."""
 
     def withdraw(self, pull_id: int, leaves: int, reason: str) -> None:
+        """Posts error arrays under the id. The engine may be sending them until they expire."""
         self._withdrew = True
-        self.refuse(pull_id, leaves, reason)
-
-    def refuse(self, pull_id: int, leaves: int, reason: str) -> None:
-        """Posts `leaves` error arrays under the id. If the receiver expects more arrays, its pull
-        fails with the engine's own error text. The engine may be sending the error arrays until
-        they expire."""
         error = transfer.make_error_array(
             jax.ShapeDtypeStruct((1,), np.uint8, sharding=self._tick.sharding), reason
         )
-        self._errors_until = time.monotonic() + self._error_seconds
         self._server.await_pull(pull_id, [error] * leaves, timeout=_in(self._error_seconds))
 
     def tick(self) -> None:
@@ -165,7 +158,7 @@ class EngineOutlet(Outlet):
         # Uses a private method, because there is no public one, and an open connection would keep
         # the posted arrays alive.
         self._server._reset_rendevous_table()  # pyright: ignore[reportAttributeAccessIssue]
-        if in_flight or self._withdrew or time.monotonic() < self._errors_until:
+        if in_flight or self._withdrew:
             _keep_for_ever(self._server)
         del self._server
 
@@ -174,7 +167,6 @@ class EngineInlet(Inlet):
     """`control`: control address of the sender, whose bytes do not count as KV."""
 
     backend = KvBackend.ENGINE
-    has_server = True
 
     def __init__(self, options: EngineOptions, control: str = "") -> None:
         self._options, self._timeouts, self._control = options, options.timeouts, control
@@ -186,7 +178,7 @@ class EngineInlet(Inlet):
         self._counted = self._flowed = self._arrived = self._suspected = -math.inf
         self._received = 0
 
-    def open(self, address: str) -> None:
+    def _open(self, address: str) -> None:
         """If the server's address has changed, the old connection is closed and its running pulls
         fail."""
         if address != self.address:
@@ -197,12 +189,12 @@ class EngineInlet(Inlet):
 
     def pull(self, arrays: AnnouncedArrays) -> list[jax.Array]:
         """The sender may post the arrays later than this call."""
-        self.open(arrays.answer.address)
+        self._open(arrays.answer.address)
         assert self._connection is not None
         return self._connection.pull(arrays.answer.pull_id, list(arrays.avals))
 
     def close(self, in_flight: bool) -> None:
-        """Fails all running pulls. `open` may be called again afterwards."""
+        """Fails all running pulls."""
         in_flight = in_flight or self.abandoned() > 0
         self._drop()
         if in_flight and self._server is not None:

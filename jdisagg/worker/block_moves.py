@@ -132,7 +132,6 @@ class ArrivingBlocks:
             deadline_seconds=self._seconds,
             peer=self._link().peer,
             codec=self.codec(offer),
-            source_rank=offer.rank,
             kind=offer.kind,
         )
         pulling, result = self._loop.submit(command), None

@@ -19,8 +19,7 @@ from jdisagg.messages.step_commands import InsertResult
 from jdisagg.prompt.logprobs import PromptLogprobs
 from jdisagg.telemetry import Counters
 from jdisagg.worker.block_moves import PATIENCE, ArrivingBlocks, Destination
-from jdisagg.worker.link_share import LinkShare
-from jdisagg.worker.peers import SenderLine
+from jdisagg.worker.peers import LinkShare, SenderLine
 from jdisagg.worker.step_loop import StepLoop
 
 PULLS_IN_FLIGHT = 12

@@ -8,7 +8,9 @@ used for a long time.
 Page size and layout may differ between two workers. Protocol, model, weights, KV spec with dtype,
 block sizes and data-plane transports must be equal."""
 
+import asyncio
 import logging
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Collection
 from dataclasses import dataclass, replace
 from itertools import groupby
@@ -25,7 +27,6 @@ from jdisagg.scheduler.executor import MeshLimits
 from jdisagg.scheduler.prices import MovePrice
 from jdisagg.settings.timeouts import HandoffTimeouts
 from jdisagg.worker.background import SideCalls
-from jdisagg.worker.link_share import LinkShare
 from jdisagg.worker.step_loop import StepLoop
 
 log = logging.getLogger(__name__)
@@ -45,6 +46,9 @@ CHANGE, LEAST_SECONDS = 0.25, 1e-3
 # Assumed time per byte. It is used while all blocks had the same size, because it cannot be
 # measured then.
 ASSUMED_BYTE_SECONDS = 1e-9
+
+MOST_PULLS = 64
+SLOW, FAST = 1 / 2, 1 / 8  # limits of slow and fast pulls, as parts of the time limit
 
 PeerResolver = Callable[[HandoffSource], PeerPort]
 """Gives the port of a source by its address. Raises HandoffError where there is none. Opening one
@@ -99,6 +103,59 @@ class LinkMeter:
     def forget(self, sender: str) -> None:
         self._links.pop(sender, None)
         self._reported.pop(sender, None)
+
+
+class LinkShare:
+    """Shares the link from one sending worker fairly among the hand-offs that receive from it.
+
+    Pulls begin in turns that rotate among the hand-offs, so that a short prompt does not wait
+    behind all blocks of a long one. On a fast link many pulls are in flight, because each pull
+    costs a round trip. After a slow pull their number is halved, because concurrent pulls on a slow
+    link only delay each other. Used on the event loop only."""
+
+    def __init__(self) -> None:
+        self.most = MOST_PULLS
+        self._running = 0
+        self._waiting: dict[int, deque[asyncio.Future[None]]] = {}  # by hand-off, in rotation
+
+    def took(self, seconds: float, limit_seconds: float) -> None:
+        """Adapts the number of simultaneous pulls to the time that a pull of a computed block took.
+        `limit_seconds` is the time limit of the pull."""
+        if seconds > SLOW * limit_seconds:
+            self.most = max(1, min(self.most, self._running) // 2)
+        elif seconds < FAST * limit_seconds:
+            self.most = min(MOST_PULLS, self.most + 1)
+
+    async def begin_turn(self, handoff: int) -> None:
+        """The caller must call `end_turn` when the pull has ended."""
+        if self._running < self.most and not self._waiting:
+            self._running += 1
+            return
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.setdefault(handoff, deque()).append(turn)
+        self._give_turns()
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if turn.done() and not turn.cancelled():  # the turn began at the same time
+                self._running -= 1
+            self._give_turns()
+            raise
+
+    def end_turn(self) -> None:
+        self._running -= 1
+        self._give_turns()
+
+    def _give_turns(self) -> None:
+        while self._waiting and self._running < self.most:
+            handoff = next(iter(self._waiting))
+            turns = self._waiting.pop(handoff)
+            turn = turns.popleft()
+            if turns:
+                self._waiting[handoff] = turns  # after the other hand-offs
+            if not turn.done():
+                self._running += 1
+                turn.set_result(None)
 
 
 class SenderLine:
