@@ -55,7 +55,6 @@ _TALKS = flags.DEFINE_integer("talks", 24, "Conversations.")
 _RATE = flags.DEFINE_float("rate", 4.0, "Requests of the flood in a second.")
 _CACHE = flags.DEFINE_integer("cache_tokens", 400_000, "Tokens of KV that a worker's pages hold.")
 _HOST = flags.DEFINE_list("host_gib", ["0", "32"], "Host memory of each worker, one run each.")
-_OF_LOAD = (_REQUESTS, _TALKS, _RATE, _CACHE)
 _LIVE = flags.DEFINE_bool("live", False, "Real workers and a small load.")
 _NAME = flags.DEFINE_string("name", "", "Name of the results file; '' prints only.")
 
@@ -274,7 +273,8 @@ def simulated(load: Load) -> dict[str, dict[str, float]]:
 
 
 def main(_: list[str]) -> None:
-    load = LiveLoad() if _LIVE.value else Load(*(one.value for one in _OF_LOAD))
+    simulates = Load(_REQUESTS.value, _TALKS.value, _RATE.value, _CACHE.value)
+    load = LiveLoad() if _LIVE.value else simulates
     cells = live(load) if isinstance(load, LiveLoad) else simulated(load)
     for name, found in cells.items():
         print(f"{name}: " + ", ".join(f"{figure} {value:.4g}" for figure, value in found.items()))
