@@ -19,6 +19,7 @@ from jdisagg.plain import Message
 
 
 class BlockState(enum.Enum):
+    __hash__ = object.__hash__  # by identity, which is fast, because lookups are frequent
     OFFERED = "the receiver knows the block"
     ASKED = "the receiver waits for the block"
     RESERVED = "the sender has memory for the requested pieces"
@@ -29,6 +30,7 @@ class BlockState(enum.Enum):
 
 
 class BlockEvent(enum.Enum):
+    __hash__ = object.__hash__
     ASK = "the receiver asks, again if no answer came"
     RESERVE = "the sender reserves memory"
     POST = "the sender answers"

@@ -113,8 +113,10 @@ class DecodeState:
     def contexts(self) -> tuple[int, ...]:
         contexts = [0] * self.limits.ranks
         for group in self.groups.values():
-            for child in group.alive:
-                contexts[group.rank] += group.prompt_tokens + len(child.generated)
+            prompt_tokens = group.prompt_tokens
+            for child in group.children:
+                if child.stage is not Stage.ENDED:
+                    contexts[group.rank] += prompt_tokens + len(child.generated)
         return tuple(contexts)
 
     def reserved_pages(self) -> tuple[int, ...]:
@@ -138,8 +140,10 @@ class DecodeState:
         these pages."""
         keys: dict[int, list[list[int]]] = {}  # keys of children by priority and rank
         for group in self.groups.values():
-            for child in group.alive:
-                priority = group.request.priority
+            priority = group.request.priority
+            for child in group.children:
+                if child.stage is Stage.ENDED:
+                    continue
                 if priority not in keys:
                     keys[priority] = [[] for _ in self.ledgers]
                 keys[priority][group.rank].append(child.key)

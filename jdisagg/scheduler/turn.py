@@ -327,6 +327,15 @@ class Scheduler:
         chunks = CHUNKS_OFFERED + limits.stages - 1
         self._most_offered = chunks * limits.ranks * limits.chunk_buckets[-1] * limits.layer_groups
 
+    def idle(self, steps_in_flight: bool) -> bool:
+        """Whether a turn would decide nothing, because nothing waits or has ended."""
+        state = self._state
+        if self.admission.queue or self.prompts or state.news or state.cut:
+            return False
+        # what is ready or frozen may interrupt the running span
+        spans = self._spans and steps_in_flight
+        return not self._decodes or (spans and not state.ready and not state.frozen)
+
     def turn(self, now: Facts) -> Turn:
         state, admission = self._state, self.admission
         state.residency.retained.advance(now.at)

@@ -169,7 +169,7 @@ class MeshWorker(ABC):
         self._prompts, self._admission = self._scheduler.prompts, self._scheduler.admission
         self._peers = self._connect(peers, config.codec)
         self._sources = self._find_sources(peers if fetches else None)
-        tiers, instead = (self._host, self._disk), "compute" if role.sends else "receive"
+        tiers, instead = (self._host, self._disk), "compute" if role.computes else "receive"
         self._sessions = SessionKv(
             self.name, self._kept, self._sources, *tiers, instead, self._clock.now
         )

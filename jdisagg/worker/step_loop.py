@@ -103,7 +103,10 @@ class StepLoop:
         return self._steps
 
     def in_flight(self, kind: type) -> bool:
-        return any([isinstance(command, kind) for command, *_ in self._flight])
+        for command, *_ in self._flight:
+            if isinstance(command, kind):
+                return True
+        return False
 
     def newest(self, kind: type) -> int:
         for command, *_ in reversed(self._flight):

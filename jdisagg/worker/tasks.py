@@ -29,7 +29,7 @@ from jdisagg.messages.ports import (
 )
 from jdisagg.messages.step_commands import STUCK_TOKEN
 from jdisagg.prompt.logprobs import PromptLogprobs
-from jdisagg.request import FinishReason, Request
+from jdisagg.request import FinishReason, Identity, Request
 from jdisagg.scheduler.handoff import HandoffState
 from jdisagg.scheduler.sequences import ChildProgress, Prompt, SequenceGroup
 from jdisagg.worker.kv_sources import RestoredBlocks, RestoreQuery
@@ -152,15 +152,39 @@ class PromptTask:
         hinted = min(call.peer_tokens, prompt.most_known)
         return RestoreQuery(prompt.useful, prompt.known, 0, call.peer, hinted)
 
-    @property
-    def waits(self) -> bool:
-        """Whether it has no pages."""
-        return self.stream is None and self.prompt.rank < 0
-
     def fail(self, error: JdisaggError) -> None:
         if not self.answer.done():
             self.answer.set_exception(error)
             self.answer.exception()
+
+
+class PromptTasks(dict[int, PromptTask]):
+    """The prompts at a worker by key.
+
+    Attributes:
+        seeking: Prompts that wait for blocks of another prompt or for a restore.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seeking: dict[int, Prompt] = {}
+        self._of_request: dict[Identity, dict[int, PromptTask]] = {}
+
+    def add(self, task: PromptTask) -> None:
+        key = task.prompt.key
+        self[key] = self._of_request.setdefault(task.prompt.request.identity, {})[key] = task
+
+    def of_request(self, identity: Identity) -> list[PromptTask]:
+        """A request may have several, for different attempts and children."""
+        return list(self._of_request.get(identity, {}).values())
+
+    def end(self, key: int) -> None:
+        self.seeking.pop(key, None)
+        if (task := self.pop(key, None)) is not None:
+            identity = task.prompt.request.identity
+            del self._of_request[identity][key]
+            if not self._of_request[identity]:
+                del self._of_request[identity]
 
 
 def _end_of(progress: ChildProgress) -> SpanEnd | None:

@@ -67,7 +67,7 @@ from jdisagg.worker.mesh_worker import MeshWorker, WorkerContext
 from jdisagg.worker.outgoing_kv import OutgoingHandoff
 from jdisagg.worker.peers import PeerResolver
 from jdisagg.worker.senders import MigrationSender, PromptSender
-from jdisagg.worker.tasks import PromptTask, SpanStream, overdue, unchosen
+from jdisagg.worker.tasks import PromptTask, PromptTasks, SpanStream, overdue, unchosen
 
 MOST_MOVES = 3
 
@@ -86,7 +86,7 @@ class Worker(MeshWorker):
         fetches: bool = False,
     ) -> None:
         super().__init__(context, role, executor, config, limits, peers, fetches)
-        self._tasks: dict[int, PromptTask] = {}  # by the key of their prompts
+        self._tasks = PromptTasks()
         state, loop, ids = self._state, self._loop, context.ids
         timeouts, key = limits.timeouts.handoff, self._hello.checksum_key
         self._incoming = IncomingKv(state, loop, self._peers, limits, self.counters, events=self)
@@ -102,12 +102,14 @@ class Worker(MeshWorker):
         for prompt in prompts.take_released() if prompts.released else ():
             self._seek(self._tasks[prompt.key])
         self._sender.send_cached()
-        turn = self._scheduler.turn(self._facts(step))
-        if turn.command is None:
+        command = None
+        if not self._scheduler.idle(step is None or self._loop.in_flight(DecodeSteps)):
+            turn = self._scheduler.turn(self._facts(step))
+            for copies in turn.copies:
+                self._loop.fire(CopyPages(self._loop.next_number(), (), copies))
+            command = self._carry_out(turn)
+        if command is None:
             self._host.copy_evicted()  # otherwise before the command
-        for copies in turn.copies:
-            self._loop.fire(CopyPages(self._loop.next_number(), (), copies))
-        command = self._carry_out(turn)
         if prompts.released:
             self._loop.wake()
         if self._draining:
@@ -148,7 +150,7 @@ class Worker(MeshWorker):
             if not task.answer.done():  # otherwise the call has been given up
                 task.answer.set_result(group)
         if self._report(turn.news):
-            self._loop.wake()  # others may get what became free
+            self._wake_others()
         if turn.interrupt and self._interruptible is not None:
             self._interruptible.interrupt()
         chunk = turn.command
@@ -265,7 +267,8 @@ class Worker(MeshWorker):
                 await asyncio.sleep(0)  # the turn that is due may give pages to some
             self._check(call)
             key, now, block = self._state.new_key(), self._clock.now(), self._kept.block_tokens
-            task = self._tasks[key] = PromptTask.of(call, key, now, arrival, block)
+            task = PromptTask.of(call, key, now, arrival, block)
+            self._tasks.add(task)
             task.prompt.computes |= self._computes
             named = isinstance(call, PrefillCall) or not call.whole
             self._prompts.begin(task.prompt, named=named, shared=self._computes)
@@ -298,7 +301,7 @@ class Worker(MeshWorker):
     def _seek(self, task: PromptTask) -> None:
         """Lets a prompt wait for blocks of another prompt, for a restore, or for pages."""
         prompt, follows = task.prompt, self._prompts.follows(task.prompt)
-        plan = None
+        seeking, plan = self._tasks.seeking, None
         if task.handoff is not None:
             self._prompts.expect(prompt, follows or prompt.known_tokens)
             if not follows:
@@ -306,7 +309,10 @@ class Worker(MeshWorker):
                 plan = self._sources.best(replace(task.query, ahead_tokens=ahead))
         if plan is not None:
             task.restoring = self._sources.begin(plan, task.restored, lambda: self._restored(task))
-        elif not follows:
+        if plan is not None or follows:
+            seeking[prompt.key] = prompt
+        else:
+            seeking.pop(prompt.key, None)
             self._admission.enqueue(prompt)
 
     def _restored(self, task: PromptTask) -> None:
@@ -314,6 +320,7 @@ class Worker(MeshWorker):
         if self._tasks.get(prompt.key) is task:
             self._prompts.look_up(prompt)
             self._prompts.expect(prompt, prompt.known_tokens)
+            self._tasks.seeking.pop(prompt.key, None)
             self._admission.enqueue(prompt)
             self._prompts.reached(prompt)
             self._loop.wake()
@@ -364,14 +371,15 @@ class Worker(MeshWorker):
         check_queue(self.name, waiting, request.priority, self._config.queue_limit)
 
     def _waiting(self) -> list[Prompt]:
-        return [task.prompt for task in self._tasks.values() if task.waits]
+        """Returns the prompts without pages."""
+        return [*self._admission.queue, *self._tasks.seeking.values()]
 
     def _supersede(self, call: PrefillCall | ReserveCall) -> None:
         """Ends the sequences of earlier attempts."""
         indices = {child.index for child in call.children}
-        for key, task in list(self._tasks.items()):
-            prompt, group = task.prompt, self._state.groups.get(key)
-            if prompt.request.identity != call.request.identity or prompt.attempt >= call.attempt:
+        for task in self._tasks.of_request(call.request.identity):
+            prompt, group = task.prompt, self._state.groups.get(task.prompt.key)
+            if prompt.attempt >= call.attempt:
                 continue
             if group is not None:
                 superseded = bool(indices & {child.child for child in group.alive})
@@ -505,10 +513,15 @@ class Worker(MeshWorker):
         elif task is not None and task.stream is None:
             self._admission.withdraw(key)
         self._prompts.forget(key)
-        self._tasks.pop(key, None)
+        self._tasks.end(key)
         self._adapters.poke()
-        self._loop.wake()  # pages may be free, or the queue may have another first request
+        self._wake_others()
         self._quiet.set()
+
+    def _wake_others(self) -> None:
+        """Lets others have what became free."""
+        if not self._scheduler.idle(True):
+            self._loop.wake()
 
     def fail(self, group: SequenceGroup, error: JdisaggError) -> None:
         self._fail(self._tasks[group.key], error)
