@@ -355,16 +355,20 @@ def print_counts(case: Case, parser: argparse.ArgumentParser) -> None:
         for key in ("window", "weights", "kv_dtype", "role")
         if getattr(case, key)
     }
-    seconds: list[float] = []
+    found: list[Counted] = []
 
     def shown(counted: Counted | Copied) -> None:
         if isinstance(counted, Counted):
-            seconds.append(counted.compile_seconds)
+            found.append(counted)
         print(json.dumps({**asdict(counted), **which}), flush=True)
 
     try:
         compile_all(case, shown)
-        count, total, used = len(seconds), sum(seconds), time.process_time()
-        print(f"{count} programs, {total:.1f} s of compilation, {used:.1f} processor seconds")
+        traced = sum(program.trace_seconds for program in found)
+        compiled = sum(program.compile_seconds for program in found)
+        print(
+            f"{len(found)} programs, processor seconds: {traced:.1f} of tracing,"
+            f" {compiled:.1f} of compilation, {time.process_time():.1f} of the process"
+        )
     except JdisaggError as error:
         sys.exit(f"error: {error.message}")

@@ -9,7 +9,7 @@ pages, and holds them in place (`alias_bytes` is at least the pool's). --what ta
 updates, prefill, blocks, pair (the two programs of steps with grammars) and drafts (those of steps
 that verify drafts); --window=N gives every layer a window. --what=start --role=mixed (prefill,
 decode) takes all that such a worker compiles before it is ready. The last line has the number of
-programs, the sum of their compile seconds, and the processor seconds of all.
+programs, and the processor seconds of their tracing, of their compilation and of the process.
 With pipeline stages there is also a line for each copy from the mesh of one stage to another.
 Needs `pip install jax[cuda13]`."""
 

@@ -130,9 +130,7 @@ class Receiver:
         zeros = resident_zeros(
             self.mesh, case.components, granule, case.tokens, case.head_size, jnp.dtype(case.dtype)
         )
-        self.target = PullTarget(
-            zeros, self.rank, peer=self.peer, heads=case.kv_heads, source_rank=0
-        )
+        self.target = PullTarget(zeros, self.rank, peer=self.peer)
         pages = -(-case.tokens // PAGE)
         programs = Programs(self.mesh)
         pool = PagePool(programs, SPEC, COPIES * pages, PAGE, 1)

@@ -28,6 +28,7 @@ from jdisagg.dispatch.frontend import Frontend
 from jdisagg.dispatch.prompts import ModelInfo, TokenPrompt
 from jdisagg.errors import JdisaggError
 from jdisagg.layout.axes import Layout
+from jdisagg.messages.ports import SessionCall, SessionReport
 from jdisagg.messages.worker_status import WorkerStatus
 from jdisagg.request import FinishReason, Request, SamplingDefaults, StreamEvent, Timings, Usage
 from jdisagg.service.grpc import common_pb2
@@ -121,6 +122,9 @@ class FakePath:
 
     def end(self, tenant: str, request_id: str, error: JdisaggError) -> None:
         raise NotImplementedError("no client repeats an id here")
+
+    async def session(self, call: SessionCall) -> tuple[SessionReport, ...]:
+        return ()
 
     async def reset_cache(self) -> int:
         return 0

@@ -31,7 +31,6 @@ from jdisagg.engine.embedded import EmbeddedCluster
 from jdisagg.executor.program_cache import use_compilation_cache
 from jdisagg.layout.axes import Layout
 from jdisagg.request import Request, SamplingParams
-from jdisagg.worker.prefill_worker import PrefillWorker
 
 _ROUNDS = flags.DEFINE_integer("rounds", 5, "Measured rounds.")
 _ASIDE = flags.DEFINE_bool("aside", False, "Sequences that were set aside instead.")
@@ -98,7 +97,7 @@ async def tiers() -> dict[str, object]:
     pages = CONTEXT // InstanceConfig.page_size
     one = Contender(True, 2.0, pages, disk.name)
     prefill, decode = one.cluster._workers
-    assert isinstance(prefill, PrefillWorker)
+    assert not prefill.role.decodes
     sources, counters = prefill._sources, prefill.counters
     rng = np.random.default_rng(0)
 

@@ -24,9 +24,8 @@ from benchmarks.simulator_engines.fleet import StudyFleet
 from jdisagg.config import Mode, PrefixConfig
 from jdisagg.costs.catalog import geometry
 from jdisagg.costs.hardware import accelerator
-from jdisagg.dispatch.router_events import NoRouterEvents
 from jdisagg.layout.axes import Layout
-from jdisagg.router.decision import PlacementOutcome, PlacementQuery
+from jdisagg.router.decision import NoRouterEvents, PlacementOutcome, PlacementQuery
 from jdisagg.router.elastic import ElasticConfig
 from jdisagg.router.elastic_signals import SloTarget
 from jdisagg.simulator.elastic import elastic

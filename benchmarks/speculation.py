@@ -2,15 +2,20 @@
 
     python -m benchmarks.speculation --pairs=400 --name=speculation
 
-One embedded cluster in unified mode on one device serves the shipped model. The planner of its
-decode steps has drafts for a block of steps, and none for another, in random order. So both kinds
-have the same process, programs, streams and time of day. `B` is the number of requests, `T` the
-temperature. Text that repeats has a negative frequency penalty; other text is stories. Each figure
-is a trimmed mean over pairs of blocks of the time of a token without drafts over the time with, and
-the range of 90 % of its resamples: in processor seconds of this process, which other work on the
-machine disturbs less, and by the clock. `policy` is the part of processor time that decisions and
-predictions take themselves. `tokens` are those of a step and sequence. Each wave of requests is
-served twice, with the blocks exchanged; `equal` is the number of streams that came equal."""
+One embedded cluster in unified mode on one device serves the shipped model, or that of `--model`.
+The planner of its decode steps has drafts for a block of steps, and none for another, in random
+order. So both kinds have the same process, programs, streams and time of day. `B` is the number of
+requests, `T` the temperature. Text that repeats has a negative frequency penalty; other text is
+stories. Each figure is a trimmed mean over pairs of blocks of the time of a token without drafts
+over the time with, and the range of 90 % of its resamples: in processor seconds of this process,
+which other work on the machine disturbs less, and by the clock. `policy` is the part of processor
+time that decisions and predictions take themselves. `tokens` are those of a step and sequence. Each
+wave of requests is served twice, with the blocks exchanged; `equal` is the number of streams that
+came equal. `accepted` is the part of drafts that were accepted in a further wave, which has drafts
+in every step, whether or not they save time.
+
+For a hybrid with recurrent state, `--model` is a folder that `tools.tiny_models.train_hybrid`
+wrote."""
 
 import asyncio
 import math
@@ -20,20 +25,29 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import jax
 from absl import app, flags
 
 from benchmarks.measure import save
 from benchmarks.measured_model import NoText
-from jdisagg.config import SPECULATE, EngineConfig, InstanceConfig, Mode, ModelConfig, PrefixConfig
+from jdisagg.config import (
+    SPECULATE,
+    EngineConfig,
+    InstanceConfig,
+    LimitsConfig,
+    Mode,
+    ModelConfig,
+    PrefixConfig,
+)
 from jdisagg.engine.embedded import EmbeddedCluster
 from jdisagg.executor.program_cache import use_compilation_cache
 from jdisagg.messages.step_commands import DecodeResult, DecodeSteps
 from jdisagg.request import Request, SamplingParams
 from jdisagg.scheduler.decode_batches import DecodeBatches
+from jdisagg.scheduler.draft_worth import DraftWorth
 from jdisagg.scheduler.sequences import Sequence
-from jdisagg.worker.decode_worker import DecodeWorker
 from launch.model import loader
 from launch.shipped import SHIPPED_MODEL
 from models.tokenizer import Tokenizer
@@ -131,10 +145,11 @@ class Switch:
             setattr(self._drafts, name, self._timed(getattr(self._drafts, name)))
         self._next, self._apply = batches.next_step, batches.apply
         batches.next_step, batches.apply = self._plan, self._applied  # type: ignore[method-assign]
-        self.begin(0, [])
+        self.begin(0, [False])
 
     def begin(self, batch: int, orders: list[bool]) -> None:
-        """Begins a wave. `orders`: for each pair of blocks, whether drafts come first."""
+        """Begins a wave. `orders`: for each pair of blocks, whether drafts come first. Without
+        orders, every step has drafts."""
         self._batch, self._orders = batch, orders
         self.pairs: list[tuple[Block, Block]] = []
         self._step, self._edge, self._half = 0, self._now(), dict[str, Block]()
@@ -158,8 +173,8 @@ class Switch:
         return self._batches._state.running
 
     def _plan(self, step: int, quiet: bool, drafts: bool = True) -> DecodeSteps | None:
-        on = False
-        if sum(map(len, self._running)) == self._batch:
+        on = not self._orders
+        if self._orders and sum(map(len, self._running)) == self._batch:
             block, into = divmod(self._step, _STEPS.value)
             if not into and block:
                 self._end_block(self._mode(block - 1))
@@ -198,12 +213,22 @@ class Served:
             decode=instance,
             prefix=PrefixConfig(reuse=False),  # the second time, prompts must have the same bits
             warm_up=False,
+            limits=LimitsConfig(step_seconds=900.0),  # programs compile within steps
         )
         load = loader(_MODEL.value, "float32", speculate=_SPECULATE.value)
         self.cluster = EmbeddedCluster(config, load, NoText(), jax.devices()[:1])
-        (worker,) = [one for one in self.cluster._workers if isinstance(one, DecodeWorker)]
-        self.switch = Switch(worker._scheduler.batches)
+        (self._worker,) = self.cluster._workers
+        self.switch = Switch(self._worker._scheduler.batches)
         self._tokenizer = tokenizer
+
+    async def accepted(self, case: Case) -> float | None:
+        """Serves a wave with drafts in every step. Returns the part of drafts that are accepted."""
+        counters = self._worker.counters
+        before = counters["drafted_tokens"], counters["accepted_tokens"]
+        with mock.patch.object(DraftWorth, "pays", lambda _, gain: True):
+            await self.wave(0, case, [])
+        drafted = counters["drafted_tokens"] - before[0]
+        return round((counters["accepted_tokens"] - before[1]) / drafted, 3) if drafted else None
 
     async def wave(self, number: int, case: Case, orders: list[bool]) -> list[list[int]]:
         """Serves a wave of requests at once. Returns their tokens."""
@@ -249,6 +274,7 @@ async def measure(served: Served, case: Case) -> dict[str, object]:
         "clock": interval([_ratio(pair, "clock") for pair in pairs]),
         "policy": round(_sum(on, "policy") / _sum(on, "processor"), 4),
         "tokens": round(tokens / steps, 2),
+        "accepted": await served.accepted(case),
         "token_us": round(1e6 * _sum(off, "processor") / _sum(off, "tokens")),
         "pairs": len(pairs),
         "equal": f"{same} of {number * case.batch}",

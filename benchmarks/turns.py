@@ -55,8 +55,7 @@ from jdisagg.messages.ports import HandoffSource, PrefillCall, PrefillPort, Pref
 from jdisagg.messages.ports_middleware import through
 from jdisagg.request import Request, SamplingParams
 from jdisagg.router.cluster_state import Description
-from jdisagg.router.corrections import LearnedCorrections
-from jdisagg.worker.prefill_worker import PrefillWorker
+from jdisagg.router.predictor import LearnedCorrections
 from models.catalog import read_config
 from models.hf_config import HfConfig
 
@@ -100,8 +99,8 @@ class ByWay(EmbeddedCluster):
     def _make_ports(self) -> ClusterPorts:
         ports = self.ports = super()._make_ports()
         prefill, decode = self._workers
-        assert isinstance(prefill, PrefillWorker)
-        prefill._sources = prefill._find_sources(lambda _: decode, decodes=False)
+        assert not prefill.role.decodes
+        prefill._sources = prefill._find_sources(lambda _: decode)
         return ports
 
     def open_ways(self) -> None:

@@ -22,12 +22,10 @@ from jdisagg.router.decision import Known, PromptBlocks
 from jdisagg.router.known_blocks import KnownBlocks
 from jdisagg.scheduler.executor import Executor
 from jdisagg.scheduler.host_blocks import TierRoom
-from jdisagg.worker.decode_worker import DecodeWorker
 from jdisagg.worker.mesh_worker import WorkerContext
 from jdisagg.worker.peers import PeerResolver
-from jdisagg.worker.prefill_worker import PrefillWorker
+from jdisagg.worker.worker import Worker
 
-Worker = PrefillWorker | DecodeWorker
 Between = Callable[[Worker, Worker | None], Sequence[object]]
 """Middleware for calls to a worker, innermost first. The second argument is the calling worker, or
 None for the request path."""
@@ -55,24 +53,21 @@ class WorkerHost:
     fetches: bool | None = None
     migrates: bool = True
 
+    def __post_init__(self) -> None:
+        """Raises ConfigError if a mixed worker has the mode of two meshes."""
+        if self.role is WorkerRole.MIXED and self.config.mode is Mode.DISAGGREGATED:
+            raise ConfigError(
+                "mode=disaggregated: a mixed worker has one mesh; set mode to chunked or unified"
+            )
+
     @property
     def name(self) -> str:
         return self.context.name
 
     @property
     def mode(self) -> Mode:
-        """How the mesh shares its steps. A worker of one role does not.
-
-        Raises:
-            ConfigError: A mixed worker has the mode of two meshes.
-        """
-        if self.role is not WorkerRole.MIXED:
-            return Mode.DISAGGREGATED
-        if self.config.mode is Mode.DISAGGREGATED:
-            raise ConfigError(
-                "mode=disaggregated: a mixed worker has one mesh; set mode to chunked or unified"
-            )
-        return self.config.mode
+        """How the mesh shares its steps. A worker of one role does not."""
+        return self.config.mode if self.role is WorkerRole.MIXED else Mode.DISAGGREGATED
 
     @property
     def fetched_tokens(self) -> int:
@@ -86,17 +81,14 @@ class WorkerHost:
         """Builds the worker. Through `peers` it receives KV from other workers."""
         instance, limits = self.config.instance, self.config.limits
         fetches = self.fetched_tokens > 0 if self.fetches is None else self.fetches
-        if self.role is WorkerRole.PREFILL:
-            sources = peers if fetches else None
-            return PrefillWorker(self.context, executor, instance, limits, sources)
-        return DecodeWorker(self.context, executor, instance, limits, peers, self.mode, fetches)
+        return Worker(self.context, self.role, executor, instance, limits, peers, fetches)
 
 
 def fetched_tokens(role: WorkerRole, prefix: PrefixConfig, page_size: int) -> int:
     """Returns the number of tokens in each cached block that a worker fetches from other workers,
     or 0 if it fetches none. Decode workers that compute no prompts fetch none, because a prefill
     worker sends them the KV of the whole prompt anyway."""
-    computes = role is not WorkerRole.DECODE or prefix.appends > 0
+    computes = role.computes or prefix.appends > 0
     return prefix.peer_tokens(page_size) if computes else 0
 
 
@@ -155,11 +147,11 @@ class LocalCluster:
 
     def ports(self, name: str) -> WorkerPorts:
         worker = self.workers[name]
-        if isinstance(worker, PrefillWorker):
-            prefill = self.called(PrefillPort, worker, worker, None)
-            return WorkerPorts(prefill=prefill, weights=worker.weights)
-        decode = self.called(DecodePort, worker, worker, None)
-        return WorkerPorts(decode=decode, weights=worker.weights)
+        if worker.role.decodes:
+            decode = self.called(DecodePort, worker, worker, None)
+            return WorkerPorts(decode=decode, weights=worker.weights)
+        prefill = self.called(PrefillPort, worker, worker, None)
+        return WorkerPorts(prefill=prefill, weights=worker.weights)
 
     def cluster_ports(self) -> ClusterPorts:
         prefill: dict[str, PrefillPort] = {}

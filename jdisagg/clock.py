@@ -1,4 +1,4 @@
-"""Interface of a monotonic clock, with helpers for waits that have a time limit.
+"""Interface of a monotonic clock, with helpers for waits: time limits, and a queue.
 
 Components read the time through `Clock` only, so that the simulator can replace it. Clocks of
 different processes are not comparable. Times read from the clock therefore never leave the process,
@@ -7,8 +7,9 @@ and messages contain the number of seconds left until a deadline instead."""
 import asyncio
 import contextlib
 import time
+from collections import deque
 from collections.abc import AsyncIterator, Coroutine, Iterable
-from typing import Protocol, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 from jdisagg.errors import DeadlineExceededError
 
@@ -162,3 +163,33 @@ def _seen(future: "asyncio.Future[T]") -> None:
     """Reads a future's error, so that asyncio does not log the error as unread."""
     if not future.cancelled():
         future.exception()
+
+
+class Mailbox(Generic[T]):
+    """An unbounded queue with one reader, which is cheaper than `asyncio.Queue`.
+
+    `put_nowait` never waits. Invariant: each item is returned exactly once, in insertion order,
+    even if a `get` was cancelled."""
+
+    def __init__(self) -> None:
+        self._items: deque[T] = deque()
+        self._waiter: asyncio.Future[None] | None = None
+
+    def put_nowait(self, item: T) -> None:
+        self._items.append(item)
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    async def get(self) -> T:
+        """Waits for the next item and returns it. Only one reader may wait at a time."""
+        while not self._items:
+            assert self._waiter is None, "a mailbox has one reader"
+            self._waiter = asyncio.get_running_loop().create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+        return self._items.popleft()

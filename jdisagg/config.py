@@ -124,6 +124,9 @@ class InstanceConfig(Settings):
             memory.
         stage_weights: Whether memory is reserved for a second copy of the weights, so that new ones
             can be loaded while requests run (docs/weights.md).
+        routed_experts: Whether the experts that the model chooses are stored beside the KV, so that
+            requests can have them returned (docs/routed_experts.md). Prefill and decode need the
+            same value.
     """
 
     section: ClassVar[str] = "instance"
@@ -149,6 +152,7 @@ class InstanceConfig(Settings):
     adapter_rank: Annotated[Count, FLAG] = 64
     adapter_experts: Annotated[bool, FLAG] = False
     stage_weights: bool = False
+    routed_experts: Annotated[bool, FLAG] = False
 
 
 @dataclass(frozen=True)

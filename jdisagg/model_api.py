@@ -9,7 +9,7 @@ Suffixes of array names give the dimensions: T tokens of a step, R rows, D model
 heads, K kv heads, H head width, V vocabulary, E experts. In shapes, r is the rank of an adapter."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, Protocol, Required, TypedDict, Unpack
 
@@ -67,6 +67,8 @@ class Shards:
         platform: JAX platform name.
         device_kind: JAX device kind, for kernels that differ by device.
         adapters: Adapter slots of the step's tokens. None if the mesh has no adapter slots.
+        record: Function that a layer with experts calls with the experts that it chooses for each
+            token, int32 [T, J]. None if they are not recorded.
     """
 
     tp: tuple[str, ...] = ()
@@ -75,6 +77,7 @@ class Shards:
     platform: str = "cpu"
     device_kind: str = ""
     adapters: AdapterRows | None = None
+    record: Callable[[jax.Array], None] | None = field(default=None, compare=False)
 
     def of_rows(self, rows_R: jax.Array | None) -> "Shards":
         """Returns a copy for a computation on the tokens with the indices `rows_R` only, with the
@@ -174,7 +177,8 @@ class Attend(Protocol):
     Args:
         q_TNH, k_TKH, v_TKH: Queries, keys and values of the local heads, after rope. If the layer
             returns only some tokens, `q_TNH` has only these tokens, while keys and values are of
-            all tokens.
+            all tokens. `k_TKH` and `v_TKH` are None in a layer that reads the KV of an earlier
+            layer (`KVLayer.source`).
 
     Returns:
         o_TNH in q's dtype, with heads as wide as the values.
@@ -183,7 +187,7 @@ class Attend(Protocol):
     def __call__(
         self,
         q_TNH: jax.Array,
-        k_TKH: jax.Array,
+        k_TKH: jax.Array | None,
         v_TKH: jax.Array | None,
         **how: Unpack[AttendOptions],
     ) -> jax.Array: ...
@@ -218,6 +222,20 @@ class Runs(NamedTuple):
         return (self.count_R,) if self.stop_R is None else (self.count_R, self.stop_R)
 
 
+class GivenTokens(NamedTuple):
+    """The tokens of a step, int32 [T], and their embeddings [T, D], for layers that read them in
+    addition to the activations before the layer."""
+
+    tokens_T: jax.Array
+    embedded_TD: jax.Array
+
+    def of_rows(self, rows_R: jax.Array | None) -> "GivenTokens":
+        """Returns the tokens with the indices `rows_R`; -1 is padding. None means all tokens."""
+        if rows_R is None:
+            return self
+        return GivenTokens(*(jnp.take(part, rows_R, axis=0, mode="clip") for part in self))
+
+
 State = tuple[jax.Array, ...]
 Inputs = tuple[jax.Array, ...]  # arrays [T, ...]
 Advance = Callable[[Inputs, State, Runs | None], tuple[jax.Array, State]]
@@ -250,6 +268,7 @@ class Layer(Protocol):
         valid_T: jax.Array | None = None,
         rows_R: jax.Array | None = None,
         recur: Recur | None = None,
+        given: GivenTokens | None = None,
     ) -> jax.Array:
         """Computes one layer.
 
@@ -265,6 +284,7 @@ class Layer(Protocol):
                 last layer of a prefill needs only the tokens to sample from.
             recur: Runs a recurrent layer from the stored state of each sequence. Only recurrent
                 layers use it.
+            given: The step's tokens. Only layers of a model with `reads_tokens` use it.
 
         Returns:
             x [T, D], or [R, D] with `rows_R`.
@@ -410,7 +430,8 @@ class Model(Protocol):
     the model supports. `head` is the stem with final norm and head. It differs from `stem` only if
     the weights are loaded for several pipeline stages. `next_token` is the layer that drafts
     tokens, or None without such a layer. The KV of this layer is the last entry of `kv_spec`.
-    `vision` is None if the model reads no images."""
+    `vision` is None if the model reads no images. `reads_tokens` is whether layers read the
+    step's tokens (`GivenTokens`)."""
 
     @property
     def stem(self) -> Stem: ...
@@ -422,6 +443,8 @@ class Model(Protocol):
     def next_token(self) -> DraftLayer | None: ...
     @property
     def vision(self) -> Vision | None: ...
+    @property
+    def reads_tokens(self) -> bool: ...
     @property
     def kv_spec(self) -> KVSpec: ...
     @property

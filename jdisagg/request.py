@@ -17,6 +17,7 @@ from typing import Annotated, Any, NamedTuple, TypedDict, get_args, get_origin, 
 
 from jdisagg.errors import InvalidRequestError
 from jdisagg.plain import Message, plain
+from jdisagg.prompt.experts import ChosenExperts
 from jdisagg.prompt.hints import Hints
 from jdisagg.prompt.images import PromptImage, check_images, scoped
 from jdisagg.prompt.logprobs import PromptLogprobs
@@ -235,6 +236,7 @@ class SamplingParams:
     skip_special_tokens: Annotated[bool, Rule("the text omits special tokens")] = True
     grammar: Annotated[Grammar, Rule("what the answer must match")] | None = None
     prompt_logprobs: Annotated[int, Rule("as logprobs", 0, MAX_TOP_LOGPROBS)] | None = None
+    return_routed_experts: Annotated[bool, Rule("the experts of each token, in logprobs")] = False
 
     def __post_init__(self) -> None:
         for name, rule, least, high in _limited(type(self)):
@@ -326,6 +328,7 @@ class SamplingOptions(TypedDict, total=False):
         | None
     )
     prompt_logprobs: int | None
+    return_routed_experts: bool | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -395,7 +398,8 @@ class Request:
             converts them to accepted tokens. Workers never receive this field.
         life: Random number by which the client identifies this stream. All calls that resume the
             stream have the same number. A client that reuses a request id for a new request draws a
-            new number, so that it does not receive the earlier stream.
+            new number, so that it does not receive the earlier stream. With 0, the request path
+            draws a number for each stream that is not resumed.
         cache_scope: Scope within the tenant in which cached KV is shared, computed by the API.
         images: Images of the prompt, in order. `prompt_token_ids` already holds their tokens.
         pooling: "last" or "mean" for an embedding in place of log-probabilities of the prompt: the
@@ -480,10 +484,11 @@ class Request:
 class TokenLogprobs(Message, frozen=True):
     """Natural logarithms of the probabilities of one token and of the most likely tokens at its
     position. The distribution is the model's after penalties and bias, and before temperature and
-    filters."""
+    filters. `experts` are those of earlier positions, if requested (`ChosenExperts.joined`)."""
 
     logprob: float
     top: tuple[tuple[int, float], ...] = ()
+    experts: ChosenExperts | None = None
 
 
 @plain

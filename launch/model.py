@@ -6,7 +6,6 @@ from dataclasses import replace
 
 from jdisagg.config import EngineConfig, ModelConfig, ServiceConfig
 from jdisagg.costs.model_geometry import CostGeometry
-from jdisagg.dispatch.router_events import NO_ROUTER_EVENTS, RouterEvents
 from jdisagg.engine.fingerprint import check_sums, file_states, model_fingerprint
 from jdisagg.engine.limits import drafts_with_layer, loads_head, shared_drafts
 from jdisagg.engine.replica import Loaded
@@ -17,6 +16,7 @@ from jdisagg.model_api import Device, Model
 from jdisagg.node.deployment import Deployment, ModelSource
 from jdisagg.observe.observer import Observer
 from jdisagg.ops.quantized_weights import Weights, checked_weights
+from jdisagg.router.decision import NO_ROUTER_EVENTS, RouterEvents
 from jdisagg.scheduler.blocks import StageCut
 from jdisagg.weights import opened
 from launch.cost_inputs import find_geometry

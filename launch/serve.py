@@ -19,7 +19,6 @@ import sys
 from dataclasses import replace
 
 from jdisagg.config import EngineConfig, ObserveConfig, ServiceConfig
-from jdisagg.dispatch.router_events import NO_ROUTER_EVENTS
 from jdisagg.errors import UnavailableError
 from jdisagg.node.deployment import prepare_engine
 from jdisagg.node.serving import curl, serve_until_signalled, where
@@ -28,6 +27,7 @@ from jdisagg.observe import wrap
 from jdisagg.observe.decision_log import DecisionLog
 from jdisagg.observe.logs import start_logging
 from jdisagg.observe.process import check_ports, observing
+from jdisagg.router.decision import NO_ROUTER_EVENTS
 from jdisagg.service.server import check_address
 from jdisagg.supervisor.supervisor import EXIT_BROKEN
 from launch.console import run

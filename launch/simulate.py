@@ -18,8 +18,8 @@ from contextlib import nullcontext
 
 from rich.progress import TimeElapsedColumn, TimeRemainingColumn
 
-from jdisagg.dispatch.router_events import NO_ROUTER_EVENTS
 from jdisagg.observe.decision_log import DecisionLog
+from jdisagg.router.decision import NO_ROUTER_EVENTS
 from jdisagg.simulator.faults import parse_fault, schedule
 from jdisagg.simulator.fleet import INSTANCE
 from jdisagg.simulator.report import summarise

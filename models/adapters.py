@@ -28,6 +28,7 @@ from models.peft_folder import (
     read_factors,
     read_peft_config,
 )
+from models.safetensors_files import renamed
 
 _LISTED = 4
 _TEXT = (("model.language_model.", "model."), ("language_model.", ""))
@@ -53,7 +54,7 @@ class _Found:
         self._config: PeftConfig = read_peft_config(directory)
         renames = (*_TEXT, *RENAMED.get(model.config.family, ()))
         self._factors = {
-            _renamed(name, renames): each for name, each in read_factors(directory).items()
+            renamed(name, renames): each for name, each in read_factors(directory).items()
         }
         self._shapes = {f"{name}.weight": _shape(each) for name, each in self._factors.items()}
         self._used: set[str] = set()
@@ -181,10 +182,3 @@ class _Found:
 
 def _shape(factors: StoredFactors) -> tuple[int, int]:
     return factors.b.shape[0], factors.a.shape[1]
-
-
-def _renamed(name: str, renames: tuple[tuple[str, str], ...]) -> str:
-    for old, new in renames:
-        if name.startswith(old):
-            name = new + name.removeprefix(old)
-    return name

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
-from jdisagg.model_api import AdapterSize, Attend, MakeStack, Recur, Shards
+from jdisagg.model_api import AdapterSize, Attend, GivenTokens, MakeStack, Recur, Shards
 from jdisagg.ops.norm import rms_norm
 from jdisagg.ops.parameters import LogicalAxis, Make, parameter
 from jdisagg.ops.quantized_weights import KernelForm
@@ -30,6 +30,7 @@ from models.lightning import LightningAttention
 from models.linear import AdapterStack, Linear, Norm, own_heads, rows_of
 from models.mamba2 import Mamba2
 from models.short_convolution import ShortConvolution
+from models.token_inputs import TokenInputs
 
 Recurrent = GatedDeltaNet | Mamba2 | ShortConvolution | LightningAttention
 
@@ -51,12 +52,13 @@ class Attention(nnx.Module):
         # all its kv heads and keeps the outputs of its own query heads.
         queries: LogicalAxis = "q_heads" if attention.kv_heads == config.kv_heads else "kv_heads"
         self.q = Linear(make, (width, q_size), ("embed", queries), bias=bias, form=form)
-        self.k = Linear(make, (width, kv_size), ("embed", "kv_heads"), bias=bias, form=form)
-        self.v = (
-            None
-            if attention.keys_are_values
-            else Linear(make, (width, v_size), ("embed", "kv_heads"), bias=bias, form=form)
-        )
+        own = layer.source is None  # else the layer has neither keys nor values
+
+        def made(size: int) -> Linear:
+            return Linear(make, (width, size), ("embed", "kv_heads"), bias=bias, form=form)
+
+        self.k = made(kv_size) if own else None
+        self.v = made(v_size) if own and not attention.keys_are_values else None
         self.o = Linear(
             make,
             (attention.query_heads * attention.value_size, width),
@@ -88,7 +90,7 @@ class Attention(nnx.Module):
             return Norm(make, head, ("head",), config.norm_epsilon, **how)
 
         self.q_norm = norm(heads, queries)
-        self.k_norm = norm(attention.kv_heads, "kv_heads")
+        self.k_norm = norm(attention.kv_heads, "kv_heads") if own else None
         self.rope = (layer.rope or attention.rope) if layer.rotated else None
         self.head_dim, self.value_dim = head, attention.value_size
         self.value_scale = attention.value_scale
@@ -116,14 +118,7 @@ class Attention(nnx.Module):
         x_RD, positions_R = rows_of(x_TD, rows_R), rows_of(positions_T, rows_R)
         of_R = shards.of_rows(rows_R)
         q_RNH = self._prepared(self.q(x_RD, of_R), self.q_norm, positions_R, shards)
-        k_TC = self.k(x_TD, shards)
-        v_TC = k_TC if self.v is None else self.v(x_TD, shards)
-        v_TKH = v_TC.reshape(v_TC.shape[0], v_TC.shape[1] // self.value_dim, self.value_dim)
-        if self.value_scale != 1:
-            v_TKH = v_TKH * jnp.asarray(self.value_scale, v_TKH.dtype)
-        if self.value_epsilon is not None:
-            v_TKH = rms_norm(v_TKH, None, self.value_epsilon)
-        k_TKH = self._prepared(k_TC, self.k_norm, positions_T, shards)
+        k_TKH, v_TKH = self._keys_and_values(x_TD, positions_T, shards)
         if self.rope is not None and self.rope.query_beta:
             growth = query_growth(positions_R, self.rope.query_beta, self.rope.original_tokens)
             q_RNH = q_RNH * growth.astype(q_RNH.dtype)
@@ -149,6 +144,20 @@ class Attention(nnx.Module):
             gate_RC = self.gated_by(self.gate(x_RD, of_R))
             o_RNH = o_RNH * gate_RC.reshape(*o_RNH.shape[:2], -1)
         return self.o.summed(o_RNH.reshape(o_RNH.shape[0], -1), of_R)
+
+    def _keys_and_values(
+        self, x_TD: jax.Array, positions_T: jax.Array, shards: Shards
+    ) -> tuple[jax.Array, jax.Array] | tuple[None, None]:
+        if self.k is None:
+            return None, None
+        k_TC = self.k(x_TD, shards)
+        v_TC = k_TC if self.v is None else self.v(x_TD, shards)
+        v_TKH = v_TC.reshape(v_TC.shape[0], v_TC.shape[1] // self.value_dim, self.value_dim)
+        if self.value_scale != 1:
+            v_TKH = v_TKH * jnp.asarray(self.value_scale, v_TKH.dtype)
+        if self.value_epsilon is not None:
+            v_TKH = rms_norm(v_TKH, None, self.value_epsilon)
+        return self._prepared(k_TC, self.k_norm, positions_T, shards), v_TKH
 
     def _heads(self, x: jax.Array) -> jax.Array:
         return x.reshape(x.shape[0], x.shape[1] // self.head_dim, self.head_dim)
@@ -195,8 +204,14 @@ class DecoderLayer(nnx.Module):
     one of the two. Each has a residual connection. Norms come before it, after it, or both."""
 
     def __init__(
-        self, make: Make, config: DecoderConfig, layer: LayerConfig, form: KernelForm
+        self,
+        make: Make,
+        config: DecoderConfig,
+        layer: LayerConfig,
+        form: KernelForm,
+        padded: int = 0,
     ) -> None:
+        """`padded`: padded size of the vocabulary, if the layer reads tokens."""
         mixes, feeds = layer.parts != "ffn", layer.parts != "mixer"
 
         def norm(where: str, wanted: bool) -> Norm | None:
@@ -212,6 +227,7 @@ class DecoderLayer(nnx.Module):
         self.mlp_norm = norm("before", feeds and not self.side_by_side)
         self.mlp = feed_forward(make, config, layer, form) if feeds else None
         self.mlp_post_norm = norm("after", feeds)
+        self.inputs = TokenInputs(make, config, padded, form) if config.token_inputs else None
         self.scale, self.factors = config.residual_scale, layer.factors
         self.layer_scale = (
             parameter(make((1,), "norm", 1), ("head",)) if config.layer_scales else None
@@ -226,6 +242,7 @@ class DecoderLayer(nnx.Module):
         valid_T: jax.Array | None = None,
         rows_R: jax.Array | None = None,
         recur: Recur | None = None,
+        given: GivenTokens | None = None,
     ) -> jax.Array:
         x_RD = rows_of(x_TD, rows_R)
         normed_RD = None
@@ -251,7 +268,11 @@ class DecoderLayer(nnx.Module):
             y_RD = self.mlp(into_RD, of_R, valid_R)
         if self.factors is not None:
             return _combined(into_RD, y_RD, self.factors[1])
-        return self._scaled(x_RD + self._added(y_RD, self.mlp_post_norm))
+        x_RD = x_RD + self._added(y_RD, self.mlp_post_norm)
+        if self.inputs is not None:
+            assert given is not None, "layers that read tokens need `given`"
+            x_RD = x_RD + self.inputs(x_RD, given.of_rows(rows_R), of_R)
+        return self._scaled(x_RD)
 
     def adapted(self, adapters: AdapterSize, make: MakeStack) -> "DecoderLayer":
         slots, rank = adapters.slots, adapters.rank

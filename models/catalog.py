@@ -22,6 +22,7 @@ from models import (
     kimi_linear,
     laguna,
     lfm2,
+    ling,
     llama,
     llama4,
     mimo_v2,
@@ -135,6 +136,10 @@ FAMILIES: dict[str, Family] = {
     "laguna": Family("LagunaForCausalLM", laguna.read_config),
     "lfm2": Family("Lfm2ForCausalLM", lfm2.read_config),
     "lfm2_moe": Family("Lfm2MoeForCausalLM", lfm2.read_moe_config),
+    "lfm3": Family("Lfm3ForCausalLM", lfm2.read_3_config),
+    "bailing_hybrid": Family(
+        "BailingMoeV3ForCausalLM", ling.read_config, "BailingHybridForCausalLM"
+    ),
     "mistral4": Family("Mistral4ForCausalLM", deepseek.read_mistral4_config),
     "glm4_moe_lite": Family("Glm4MoeLiteForCausalLM", deepseek.read_flash_config),
     "gpt_oss": Family("GptOssForCausalLM", gpt_oss.read_config),
@@ -165,7 +170,7 @@ def read_config(hf: HfConfig) -> DecoderConfig:
         raise hf.error(
             "architectures",
             f"must hold {family.architecture!r} for model_type {kind!r}",
-            "only causal language models are served",
+            "other architectures of this model_type are not served",
         )
     config = family.read_config(hf)
     stored_quantization(hf)

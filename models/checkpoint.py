@@ -253,7 +253,10 @@ def _with_kv_scales(
             first, layer, *_, component = part.path
             # The KV of the drafting layer has no calibrated scales, because drafts do not change
             # output tokens.
-            of_layer = scales[int(layer)] if first == "layers" else {}
+            of_layer = {}
+            if first == "layers":
+                source = kept.kv_spec.layers[int(layer)].source
+                of_layer = scales[int(layer) if source is None else source]
             values = of_layer.get(str(component), np.ones(part.shape)).astype(part.dtype)
             of_path[part.path] = jax.make_array_from_callback(
                 part.shape, sharding, values.__getitem__
@@ -458,7 +461,7 @@ def _check(
         and name not in ignored
         and not _HARMLESS.search(name)
         and not _behind_the_last(name, config)
-        and not _of_a_shared_indexer(name, config)
+        and not _of_a_shared_layer(name, config)
         and not _adds_nothing(name, files)
     ]
     wrong = [
@@ -485,10 +488,14 @@ def _behind_the_last(name: str, config: DecoderConfig) -> bool:
     return number is not None and last <= int(number[1]) < last + config.left_aside
 
 
-def _of_a_shared_indexer(name: str, config: DecoderConfig) -> bool:
-    number = re.match(r"model\.layers\.(\d+)\.self_attn\.indexer\.", name)
-    layer = int(number[1]) if number else len(config.layers)
-    return layer < len(config.layers) and config.layers[layer].selects == "shared"
+def _of_a_shared_layer(name: str, config: DecoderConfig) -> bool:
+    """Whether the tensor is of an indexer, or of keys and values, of a layer that uses those of an
+    earlier layer."""
+    number = re.match(r"model\.layers\.(\d+)\.self_attn\.(indexer|[kv]_(proj|norm))\.", name)
+    if number is None or int(number[1]) >= len(config.layers):
+        return False
+    layer = config.layers[int(number[1])]
+    return layer.selects == "shared" if number[2] == "indexer" else layer.source is not None
 
 
 def _listed(what: str, names: list[str]) -> str:

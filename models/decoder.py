@@ -13,8 +13,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jdisagg.layout.axes import padded_vocabulary
-from jdisagg.model_api import AdapterContent, AdapterSize, Attend, MakeStack, Shards
-from jdisagg.ops.dense_attention import following
+from jdisagg.model_api import AdapterContent, AdapterSize, Attend, GivenTokens, MakeStack, Shards
+from jdisagg.ops.dense_attention import Following
 from jdisagg.ops.dense_recurrence import recur_from_the_beginning
 from jdisagg.ops.embedding import embed_tokens, gather_logits
 from jdisagg.ops.linear import kernel_is_transposed, project
@@ -128,12 +128,15 @@ class Decoder(nnx.Module):
         plain = form.plain()
         self.stem = DecoderStem(make, config, padded, plain, projects=not staged)
         self.last_stem = DecoderStem(make, config, padded, plain, embeds=False) if staged else None
-        self.layers = nnx.List([DecoderLayer(make, config, layer, form) for layer in config.layers])
+        self.layers = nnx.List(
+            [DecoderLayer(make, config, layer, form, padded) for layer in config.layers]
+        )
         self.next_token = _draft_layer(make, config, form, tp)
         self.vision = VisionEncoder(make, config.vision, plain) if config.vision else None
         self.config = config
         self.weights: Weights = weights
         self.kv_spec = config.kv_spec(dtype)
+        self.reads_tokens = config.token_inputs > 0
         self.geometry = config.geometry
         self.vocabulary = config.vocabulary
         self.context_tokens = config.context_tokens
@@ -159,11 +162,13 @@ class Decoder(nnx.Module):
     ) -> jax.Array:
         """Returns the logits of every position, float32 [T, V_padded]. Used by tests and training
         only."""
-        shards, attend = shards or Shards(), following(attend)
+        shards, following = shards or Shards(), Following(attend)
         x_TD = self.stem.embed(tokens_T, shards)
-        for layer, kept in zip(self.layers, self.kv_spec.layers, strict=False):
+        given = GivenTokens(tokens_T, x_TD)
+        for index, (layer, kept) in enumerate(zip(self.layers, self.kv_spec.layers, strict=False)):
             recur = recur_from_the_beginning(kept.state, self.kv_spec.dtype, x_TD.shape[0], shards)
-            x_TD = layer(x_TD, positions_T, attend, shards, recur=recur)
+            attend = following.over(index, kept.source)
+            x_TD = layer(x_TD, positions_T, attend, shards, recur=recur, given=given)
         return self.head.logits(x_TD, shards)
 
 

@@ -61,16 +61,24 @@ class LatentConfig:
 @dataclass(frozen=True, slots=True)
 class DeltaConfig:
     """Sizes of a Gated DeltaNet layer. Each of `key_heads` key heads is used by a group of value
-    heads. A convolution covers the last `taps` tokens. If `rank` is not 0, the layer is Kimi Delta
-    Attention: each channel of a key has a gate, gates are computed by two projections with `rank`
-    values between them, and outputs are gated by a sigmoid instead of a SiLU."""
+    heads. A convolution covers the last `taps` tokens.
+
+    Attributes:
+        by_channel: Whether the layer is Kimi Delta Attention: each channel of a key has a gate, and
+            outputs are gated by a sigmoid instead of a SiLU.
+        rank: If not 0, gates are computed by two projections with `rank` values between them.
+        bound: If not 0, a gate's logarithm is `bound` times a sigmoid instead of a softplus (Ling
+            3.0).
+    """
 
     key_heads: int
     value_heads: int
     key_dim: int
     value_dim: int
     taps: int
+    by_channel: bool = False
     rank: int = 0
+    bound: float = 0.0
 
     @property
     def values_per_key(self) -> int:
@@ -278,6 +286,9 @@ class LayerConfig:
             or both. Nemotron's layers have only one of the two.
         selects: Whether a layer of a model with indexers of positions has its own ("own"), or
             attends to the positions that the last such layer before it selected ("shared").
+        source: Index of the earlier layer whose keys and values this layer attends to. None if it
+            has its own.
+        ffn: Width of the dense block. 0 means the width of the whole model.
         factors: If not None, the residual stream continues from the normalised input of each block
             (MiniMax-Text-01). It is the sum of the input times the first factor and the output
             times the second. There is a pair of factors for the mixer, and one for the feed-forward
@@ -297,6 +308,8 @@ class LayerConfig:
     gate: ExpertGate | None = None
     parts: Literal["both", "mixer", "ffn"] = "both"
     selects: Literal["own", "shared"] = "own"
+    source: int | None = None
+    ffn: int = 0
     factors: tuple[tuple[float, float], tuple[float, float]] | None = None
 
     @property
@@ -318,6 +331,8 @@ class DecoderConfig:
         embedding_scale, residual_scale: Factor by which token embeddings are multiplied, and factor
             of each block's contribution to the residual stream.
         logits_cap: Bound of the logits, as cap * tanh(logit / cap). 0 means no bound.
+        token_inputs: Number of values of a token that each layer reads from a table by the token's
+            id (Gemma 4 E2B). 0 means that layers read no tokens.
         left_aside, mtp_aside: Describe the multi-token prediction layers that the checkpoint has in
             addition to its layers. `left_aside` is their number if they are stored after the last
             layer. `mtp_aside` is whether a part of their tensor names starts with "mtp".
@@ -346,6 +361,7 @@ class DecoderConfig:
     logits_divisor: float = 1.0
     logits_cap: float = 0.0
     layer_scales: bool = False
+    token_inputs: int = 0
     left_aside: int = 0
     mtp_aside: bool = False
     next_token: bool = False
@@ -430,6 +446,8 @@ class DecoderConfig:
             kv_dtype=KEPT_DTYPES.get(self.kv_dtype, ""),
             next_token_layers=int(self.can_draft),
             images=self.vision.costs if self.vision else None,
+            token_inputs=self.token_inputs,
+            doubled_ffn=sum(layer.ffn == 2 * self.ffn for layer in self.layers),
         )
 
     @property
@@ -445,6 +463,7 @@ class DecoderConfig:
                 latent.value_dim,
                 *((index.heads, index.dim, index.top) if (index := latent.index) else (0, 0, 0)),
                 sum(layer.selects == "shared" for layer in self.layers),
+                attention.head_gates,
             )
         windows = [layer.window for layer in self.layers if layer.window]
         full = next((layer.attention for layer in self.layers if layer.attention), None)
@@ -465,6 +484,8 @@ class DecoderConfig:
             attention.value_dim,
             full.query_heads if full else 0,
             attention.head_gates,
+            sum(layer.source is not None for layer in self.layers),
+            sum(layer.source is not None and layer.window is not None for layer in self.layers),
         )
 
     @property
@@ -473,7 +494,8 @@ class DecoderConfig:
         if delta := self.delta:
             keys, values = delta.key_heads, delta.value_heads
             sizes = layers, keys, values, delta.key_dim, delta.value_dim, delta.taps
-            return LinearAttention(*sizes, gate_rank=delta.rank)
+            gates = {"gate_rank": delta.rank, "channel_gates": delta.by_channel}
+            return LinearAttention(*sizes, **gates)
         if mamba := self.mamba:
             return LinearAttention(
                 layers,
@@ -496,7 +518,11 @@ class DecoderConfig:
 
     def kv_spec(self, dtype: str) -> KVSpec:
         kept, layers = KEPT_DTYPES.get(self.kv_dtype, ""), self.stored_layers
-        return KVSpec(tuple(self._kept_of(layer, kept) for layer in layers), dtype)
+        stored = [self._kept_of(layer, kept) for layer in layers]
+        for at, layer in enumerate(self.layers):
+            if own := layer.experts:
+                stored[at] = replace(stored[at], experts=(own.experts_per_token, own.experts))
+        return KVSpec(tuple(stored), dtype)
 
     @property
     def stored_layers(self) -> tuple[LayerConfig, ...]:
@@ -525,6 +551,8 @@ class DecoderConfig:
             return KVLayer((), state=layer.recurrent.state())
         if layer.parts == "ffn":
             return KVLayer(())
+        if layer.source is not None:
+            return KVLayer((), source=layer.source)
         attention = self.attention_of(layer)
         if latent := attention.latent:
             index = latent.index.dim if latent.index and layer.selects == "own" else 0

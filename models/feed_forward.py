@@ -171,6 +171,8 @@ class SparseMLP(nnx.Module):
         more = (None if part is None else part[...] for part in (*scales, *biases))
         weights = ExpertWeights(gate[...], self.up[...], self.down[...], *more)
         routing = self._route(x_TD if chosen_by_TD is None else chosen_by_TD, shards)
+        if shards.record is not None:
+            shards.record(routing.experts_TJ)
         into_TD = x_TD if self.narrow is None else self.narrow(x_TD, shards)
         if self.config.scaled_inputs:
             into_TD = into_TD * routing.weights_TJ[:, :1].astype(into_TD.dtype)
@@ -283,4 +285,4 @@ def feed_forward(
     if layer.experts:
         kind = ParallelMLP if layer.experts.beside else SparseMLP
         return kind(make, config, layer.experts, form)
-    return _dense(make, config, form)
+    return _dense(make, config, form, layer.ffn or None)

@@ -53,7 +53,7 @@ class GatedDeltaNet(nnx.Module):
                 return into(size, axis, form)
             return LowRank(make, (width, size), delta.rank, axis, form)
 
-        gates = heads * (delta.key_dim if delta.rank else 1)
+        gates = heads * (delta.key_dim if delta.by_channel else 1)
         self.qkv = into(channels, "kv_heads", form)
         self.write = into(heads, "kv_heads", form.plain())
         self.decay = gate(gates, "kv_heads", form.plain())
@@ -75,8 +75,12 @@ class GatedDeltaNet(nnx.Module):
         mixed_TC = self.qkv(x_TD, shards)
         write_TN = jax.nn.sigmoid(self.write(x_TD, shards).astype(jnp.float32))
         step_TC = self.decay(x_TD, shards).astype(jnp.float32) + self.decay_bias[...][None, :]
-        step_TNG = jax.nn.softplus(step_TC).reshape(*write_TN.shape, -1)
-        decay_TNG = -jnp.exp(self.decay_log[...])[None, :, None] * step_TNG
+        step_TNG, rate_1N1 = step_TC.reshape(*write_TN.shape, -1), jnp.exp(self.decay_log[...])
+        rate_1N1 = rate_1N1[None, :, None]
+        if bound := self.delta.bound:
+            decay_TNG = bound * jax.nn.sigmoid(rate_1N1 * step_TNG)
+        else:
+            decay_TNG = -rate_1N1 * jax.nn.softplus(step_TNG)
 
         def advance(inputs: Inputs, state: State, runs: Runs | None) -> tuple[jax.Array, State]:
             mixed_TC, *gates = inputs
@@ -97,7 +101,7 @@ class GatedDeltaNet(nnx.Module):
         gate_RNH = self.gate(x_RD, shards).reshape(x_RD.shape[0], -1, self.delta.value_dim)
         out_RNH = own_heads(out_RNH, gate_RNH.shape[1], shards)
         normal_RNH = rms_norm(out_RNH, self.norm.weight[...], self.norm.epsilon)
-        opened = jax.nn.sigmoid if self.delta.rank else jax.nn.silu
+        opened = jax.nn.sigmoid if self.delta.by_channel else jax.nn.silu
         gated_RNH = normal_RNH.astype(jnp.float32) * opened(gate_RNH.astype(jnp.float32))
         return self.o.summed(gated_RNH.astype(x_TD.dtype).reshape(x_RD.shape[0], -1), shards)
 

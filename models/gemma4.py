@@ -1,15 +1,14 @@
-"""Gemma 4's text model (31B, 26B-A4B): some layers have a window. Layers without a window differ in
-head size and number of kv heads. Their values may be computed with the keys' matrix, and only a
-part of each head has rotary positions. Blocks have norms before and after, and each layer's output
-has a factor. 26B-A4B has experts in parallel with each dense block.
+"""Gemma 4's text model: some layers have a window. Layers without a window differ in head size and
+number of kv heads. Their values may be computed with the keys' matrix, and only a part of each head
+has rotary positions. Blocks have norms before and after, and each layer's output has a factor.
+26B-A4B has experts in parallel with each dense block.
 
-Two features of the smaller models E2B and E4B raise an error: per-layer embeddings, and layers that
-share keys and values."""
+In E2B and E4B layers read the tokens (`models/token_inputs.py`), and the last layers have no keys
+and values: they attend to those of the last layer of the same kind that has its own."""
 
 from collections.abc import Mapping
 from dataclasses import replace
 
-from jdisagg.errors import CheckpointError
 from jdisagg.ops.activations import GeluGate
 from models.decoder_config import AttentionConfig, DecoderConfig, ExpertConfig, LayerConfig
 from models.hf_config import FamilyDefaults, HfConfig
@@ -27,10 +26,6 @@ _ROPES: dict[str, dict[str, object]] = {
 }
 
 
-# Fields of the features that only E2B and E4B have.
-_BEYOND = ("hidden_size_per_layer_input", "num_kv_shared_layers", "use_double_wide_mlp")
-
-
 def read_unified_config(hf: HfConfig) -> DecoderConfig:
     """Reads the config.json of Gemma 4 12B, in which an absent field means no per-layer
     embeddings."""
@@ -43,7 +38,13 @@ def read_config(
 ) -> DecoderConfig:
     """Reads config.json, either as published or as transformers 5 writes it. `window` is the
     default of its field. Raises CheckpointError."""
-    _refuse_what_the_small_ones_have(hf)
+    if hf.raw("use_bidirectional_attention") not in (None, "vision") and not hf.sizes_only:
+        # "vision" applies within images, which are not served.
+        raise hf.error(
+            "use_bidirectional_attention",
+            "must be null or 'vision'",
+            "attention to later tokens is not supported",
+        )
     bias = hf.flag("attention_bias", False)
     config = read_decoder(
         hf.changed(rope_parameters=None),
@@ -67,14 +68,24 @@ def read_config(
     windowed = replace(windowed, rope=ropes["sliding_attention"])
     full = replace(full, rope=ropes["full_attention"])
     plain = windowed if any(windows) else full
-    experts = _experts(hf, config.ffn)
+    sources, experts = _sources(hf, windows), _experts(hf, config.ffn)
+    wider = hf.flag("use_double_wide_mlp", False)
+    if wider and experts and any(source is not None for source in sources):
+        raise hf.error("use_double_wide_mlp", "must be false with experts", "correct it")
     return replace(
         config,
         attention=plain,
         layers=tuple(
-            LayerConfig(window, experts, attention=None if window or plain is full else full)
-            for window in windows
+            LayerConfig(
+                window,
+                experts,
+                attention=None if window or plain is full else full,
+                source=source,
+                ffn=2 * config.ffn if wider and source is not None else 0,
+            )
+            for window, source in zip(windows, sources, strict=True)
         ),
+        token_inputs=_token_inputs(hf, config.vocabulary),
         norms="both",
         embedding_scale=config.width**0.5,
         logits_cap=hf.number("final_logit_softcapping", 0.0),
@@ -82,28 +93,32 @@ def read_config(
     )
 
 
-def _refuse_what_the_small_ones_have(hf: HfConfig) -> None:
-    """Raises CheckpointError for features of E2B and E4B, which transformers enables by default if
-    their field is missing."""
-    if "hidden_size_per_layer_input" not in hf.fields:
+def _token_inputs(hf: HfConfig, vocabulary: int) -> int:
+    assumed = 0 if "hidden_size_per_layer_input" in hf.fields else 256
+    size = hf.count("hidden_size_per_layer_input", assumed, least=0)
+    rows = hf.count("vocab_size_per_layer_input", 262144)
+    if size and rows != vocabulary:
         raise hf.error(
-            "hidden_size_per_layer_input",
-            "must be stated (its default 256 means per-layer embeddings, which are not supported)",
-            "set it to 0 if the model has none",
+            "vocab_size_per_layer_input",
+            f"must equal vocab_size={vocabulary}",
+            "tables of other sizes are not supported",
         )
-    if hf.sizes_only and any(hf.fields.get(field) for field in _BEYOND):
-        raise CheckpointError(
-            f"{hf.where}: the sizes of Gemma 4 with any of {', '.join(_BEYOND)} are not supported;"
-            " use 31B or 26B-A4B"
-        )
-    hf.pass_over("vocab_size_per_layer_input")
-    if hf.raw("use_bidirectional_attention") not in (None, "vision") and not hf.sizes_only:
-        # "vision" applies within images, which are not served.
+    return size
+
+
+def _sources(hf: HfConfig, windows: tuple[int | None, ...]) -> list[int | None]:
+    """Returns, for each layer, the index of the layer whose keys and values it attends to, or None
+    if it has its own."""
+    own = len(windows) - hf.count("num_kv_shared_layers", 0, least=0)
+    last = {window is None: at for at, window in enumerate(windows[: max(0, own)])}
+    shared = [window is None for window in windows[max(0, own) :]]
+    if not {*shared} <= last.keys():
         raise hf.error(
-            "use_bidirectional_attention",
-            "must be null or 'vision'",
-            "attention to later tokens is not supported",
+            "num_kv_shared_layers",
+            "must leave keys and values to a layer of each kind",
+            "models without them are not served",
         )
+    return [None] * own + [last[kind] for kind in shared]
 
 
 def _full(

@@ -1,9 +1,10 @@
-"""Reads the fields that families with experts share: their number, under the names that it has, and
-the layers that have them."""
+"""Reads the fields that families with experts share: their number, under the names that it has, the
+layers that have them, and bounds of their gates."""
 
 from collections.abc import Sequence
 from dataclasses import replace
 
+from jdisagg.ops.activations import BoundedGate
 from models.decoder_config import DecoderConfig, ExpertConfig
 from models.hf_config import HfConfig
 
@@ -45,3 +46,19 @@ def with_experts(
         config,
         layers=tuple(replace(layer, experts=experts if has else None) for layer, has in layers),
     )
+
+
+def gate_bounds(hf: HfConfig, field: str, count: int) -> tuple[BoundedGate | None, ...]:
+    """Reads the bounds of gates, a number for each layer. null and 0 mean no bound."""
+    given = hf.raw(field)
+    if not given:
+        return (None,) * count
+    if (
+        not isinstance(given, list)
+        or len(given) < count
+        or not all(one is None or isinstance(one, int | float) for one in given)
+    ):
+        raise hf.error(
+            field, f"must have a number or null for each of {count} layers", "correct it"
+        )
+    return tuple(BoundedGate(float(one)) if one else None for one in given[:count])

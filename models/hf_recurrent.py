@@ -28,6 +28,8 @@ DELTA_TENSORS = {
 KDA_PREFIX = "self_attn."
 KDA_TENSORS = {
     "attention.write.kernel": "b_proj.weight",
+    "attention.decay.kernel": "f_proj.weight",
+    "attention.gate.kernel": "g_proj.weight",
     "attention.decay.a.kernel": "f_a_proj.weight",
     "attention.decay.b.kernel": "f_b_proj.weight",
     "attention.gate.a.kernel": "g_a_proj.weight",
@@ -35,6 +37,7 @@ KDA_TENSORS = {
     "attention.o.kernel": "o_proj.weight",
     "attention.norm.weight": "o_norm.weight",
     "attention.decay_bias": "dt_bias",
+    "attention.decay_log": "A_log",
 }
 
 
@@ -47,8 +50,8 @@ def delta_source(
 ) -> Source:
     delta, flipped, start = config.delta, not parameter.transposed, prefix + DELTA_PREFIX
     assert delta is not None, "this layer has a gated delta net"
-    if delta.rank:
-        return _kda_source(prefix + KDA_PREFIX, key, config.width, delta, parameter)
+    if delta.by_channel:
+        return _kda_source(prefix + KDA_PREFIX, key, config.width, delta, found, parameter)
     channels = delta.key_heads * delta.group_channels
     if key == "attention.kernel":
         return SomeRows(start + "conv1d.weight", (channels, 1, delta.taps), _by_group(delta))
@@ -74,14 +77,19 @@ def delta_source(
 
 
 def _kda_source(
-    start: str, key: str, width: int, delta: DeltaConfig, parameter: ParameterShape
+    start: str,
+    key: str,
+    width: int,
+    delta: DeltaConfig,
+    found: Mapping[str, tuple[int, ...]],
+    parameter: ParameterShape,
 ) -> Source:
     flipped, rows = not parameter.transposed, delta.key_heads * delta.key_dim
     if key in ("attention.qkv.kernel", "attention.kernel"):
         end, shape = ("proj", (rows, width)) if "qkv" in key else ("conv1d", (rows, 1, delta.taps))
         parts = tuple((f"{start}{name}_{end}.weight", shape) for name in "qkv")
         return JoinedHeads(parts, delta.key_heads, flipped and "qkv" in key)
-    if key == "attention.decay_log":
+    if key == "attention.decay_log" and len(found.get(start + "A_log", ())) != 1:
         return OneDimension(start + "A_log", (1, 1, delta.value_heads, 1), 2)
     if key.endswith(".kernel") and flipped:
         return Whole(start + KDA_TENSORS[key], parameter.shape[::-1], flipped=True)

@@ -118,6 +118,25 @@ class Rows:
 
 
 @dataclass(frozen=True, slots=True)
+class Columns:
+    """A parameter that consists of consecutive columns of one tensor, from `first` on. Padding of
+    its rows is read as zeros."""
+
+    name: str
+    shape: tuple[int, ...]
+    first: int
+
+    def needs(self) -> dict[str, tuple[int, ...]]:
+        return {self.name: self.shape}
+
+    def read(self, tensor: ReadTensor, index: Index) -> np.ndarray:
+        rows, columns = index
+        part = slice(columns.start + self.first, columns.stop + self.first)
+        found = tensor(self.name, (rows, part))
+        return np.pad(found, ((0, _length(rows) - len(found)), (0, 0)))
+
+
+@dataclass(frozen=True, slots=True)
 class HeadRows:
     """A parameter [N, in, out] taken from one tensor [N x rows per head, in], which has further
     rows in each head. The parameter's part starts at row `first_row` of each head."""

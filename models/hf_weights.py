@@ -10,6 +10,7 @@ from dataclasses import replace
 from models.decoder_config import DecoderConfig, EagleConfig
 from models.hf_recurrent import convolution_source, delta_source, lightning_source, mamba_source
 from models.hf_sources import (
+    Columns,
     EverySecond,
     Fused,
     HeadRows,
@@ -29,16 +30,28 @@ STEM = {
     "norm.weight": "model.norm.weight",
     "head.kernel": "lm_head.weight",
 }
-# Prefixes of tensor names that a family spells differently, and the usual prefixes.
+# Prefixes of tensor names that a family spells differently, and the usual prefixes. One that begins
+# with a dot is a part of a name.
 RENAMED = {
     "nemotron_h": (
         ("backbone.", "model."),
         ("model.embeddings.", "model.embed_tokens."),
         ("model.norm_f.", "model.norm."),
     ),
-    "sarvam_moe": (("model.word_embeddings.", "model.embed_tokens."),),
+    "sarvam_moe": (
+        ("model.word_embeddings.", "model.embed_tokens."),
+        (".attention.", ".self_attn."),
+        (".dense.", ".o_proj."),
+    ),
+    "bailing_hybrid": (
+        ("model.word_embeddings.", "model.embed_tokens."),
+        (".attention.", ".self_attn."),
+        (".dense.", ".o_proj."),
+        (".final_layernorm.", ".shared_head.norm."),
+    ),
     "lfm2": (("model.embedding_norm.", "model.norm."),),
     "lfm2_moe": (("model.embedding_norm.", "model.norm."),),
+    "lfm3": (("model.embedding_norm.", "model.norm."),),
 }
 # For each parameter of a layer, its tensor names in the supported families. If a layer has several
 # of them, the last one applies.
@@ -52,6 +65,7 @@ LAYER: dict[str, tuple[str, ...]] = {
     "attention_post_norm.weight": (
         "post_attention_layernorm.weight",
         "post_self_attn_layernorm.weight",
+        "post_operator_norm.weight",
     ),
     "mlp_norm.weight": (
         "post_attention_layernorm.weight",
@@ -61,7 +75,11 @@ LAYER: dict[str, tuple[str, ...]] = {
         "ffn_norm.weight",
         "pre_mlp_layernorm.weight",
     ),
-    "mlp_post_norm.weight": ("post_mlp_layernorm.weight", "post_feedforward_layernorm.weight"),
+    "mlp_post_norm.weight": (
+        "post_mlp_layernorm.weight",
+        "post_feedforward_layernorm.weight",
+        "post_ffn_norm.weight",
+    ),
     "attention.q.kernel": ("self_attn.q_proj.weight", "mixer.q_proj.weight"),
     "attention.q.bias": ("self_attn.q_proj.bias",),
     "attention.k.kernel": ("self_attn.k_proj.weight", "mixer.k_proj.weight"),
@@ -72,7 +90,6 @@ LAYER: dict[str, tuple[str, ...]] = {
         "self_attn.o_proj.weight",
         "mixer.o_proj.weight",
         "self_attn.out_proj.weight",
-        "attention.dense.weight",
     ),
     "attention.o.bias": ("self_attn.o_proj.bias",),
     "attention.q_norm.weight": (
@@ -80,13 +97,11 @@ LAYER: dict[str, tuple[str, ...]] = {
         "self_attn.q_a_layernorm.weight",
         "self_attn.query_layernorm.weight",
         "self_attn.q_layernorm.weight",
-        "attention.query_layernorm.weight",
     ),
     "attention.k_norm.weight": (
         "self_attn.k_norm.weight",
         "self_attn.key_layernorm.weight",
         "self_attn.k_layernorm.weight",
-        "attention.key_layernorm.weight",
     ),
     "attention.gate.kernel": ("self_attn.g_proj.weight", "self_attn.gate_proj.weight"),
     "attention.sinks": ("self_attn.sinks", "self_attn.attention_sink_bias"),
@@ -165,6 +180,9 @@ LAYER: dict[str, tuple[str, ...]] = {
     "mlp.routed_norm.weight": ("pre_feedforward_layernorm_2.weight",),
     "mlp.routed_post_norm.weight": ("post_feedforward_layernorm_2.weight",),
     "layer_scale": ("layer_scalar",),
+    "inputs.gate.kernel": ("per_layer_input_gate.weight",),
+    "inputs.out.kernel": ("per_layer_projection.weight",),
+    "inputs.norm.weight": ("post_per_layer_input_norm.weight",),
     "mlp.router_bias": ("mlp.router.bias",),
     "mlp.correction": (
         "mlp.gate.e_score_correction_bias",
@@ -264,9 +282,13 @@ IN_FLOAT32 = (
     *LAYER["attention.index.k_norm.weight"],
     *LAYER["attention.index.k_norm.bias"],
 )
+# Tensors of the inputs of all layers, and the norm that all layers share.
+TOKEN_TABLES = "model.embed_tokens_per_layer.weight"
+TOKEN_CONTEXTS = "model.per_layer_model_projection.weight"
+TOKEN_NORM = "model.per_layer_projection_norm.weight"
 # Tensors of several parameters: queries, keys and values; gate and up.
 LATENT_HEADS = "self_attn.kv_b_proj.weight"
-FUSED_QKV = ("self_attn.qkv_proj.weight", "attention.query_key_value.weight")
+FUSED_QKV = ("self_attn.qkv_proj.weight", "self_attn.query_key_value.weight")
 FUSED_GATE_UP = (
     "mlp.gate_up_proj.weight",
     "shared_mlp.input_linear.weight",
@@ -326,6 +348,8 @@ def find_source(parameter: ParameterShape, config: DecoderConfig, found: Shapes)
         if key == "mlp.correction" and name in found and len(found[name]) == 2:  # ERNIE: [1, E]
             return OneDimension(name, (1, *shape), 1)
         return _matrix(name, shape, parameter.transposed or key.endswith("norm.weight"))
+    if key.startswith("inputs."):
+        return _token_source(key, int(path[1]), config, parameter)
     if key in ("attention.keys", "attention.values"):
         return _latent_heads(prefix + LATENT_HEADS, key, config)
     layer = config.layers[int(path[1])]
@@ -342,6 +366,16 @@ def find_source(parameter: ParameterShape, config: DecoderConfig, found: Shapes)
     patterns = [prefix + pattern for pattern in EXPERTS[key]]
     pattern = next((each for each in patterns if each.format(expert=0) in found), patterns[0])
     return PerExpert(pattern, experts, (out, into))
+
+
+def _token_source(key: str, layer: int, config: DecoderConfig, parameter: ParameterShape) -> Source:
+    size, whole = config.token_inputs, len(config.layers) * config.token_inputs
+    if key == "inputs.table":
+        return Columns(TOKEN_TABLES, (config.vocabulary, whole), layer * size)
+    if key == "inputs.context.kernel":
+        shape, flipped = (whole, config.width), not parameter.transposed
+        return Rows(TOKEN_CONTEXTS, shape, layer * size, flipped)
+    return Whole(TOKEN_NORM, (size,))
 
 
 def _next_token_source(parameter: ParameterShape, config: DecoderConfig, found: Shapes) -> Source:

@@ -167,7 +167,7 @@ def _kind(layer: LayerConfig, config: DecoderConfig) -> str:
         seen = "gated delta net" if layer.delta else "Mamba-2"
         seen = "short convolution" if layer.convolution else seen
         seen = "lightning attention" if layer.lightning else seen
-        seen = "Kimi Delta Attention" if layer.delta and layer.delta.rank else seen
+        seen = "Kimi Delta Attention" if layer.delta and layer.delta.by_channel else seen
     elif latent := config.attention.latent:
         if latent.index:
             shared = " of an earlier layer" if layer.selects == "shared" else ""

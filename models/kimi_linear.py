@@ -79,7 +79,7 @@ def _delta(hf: HfConfig) -> DeltaConfig:
     )
     heads, size = sizes.count("num_heads", 32), sizes.count("head_dim", 128)
     taps = sizes.count("short_conv_kernel_size", 4, least=2)
-    return DeltaConfig(heads, heads, size, size, taps, rank=size)
+    return DeltaConfig(heads, heads, size, size, taps, by_channel=True, rank=size)
 
 
 def _kinds(hf: HfConfig, count: int) -> tuple[str, ...]:

@@ -15,7 +15,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, PartitionSpec
 
-from jdisagg.errors import BrokenModelError
+from jdisagg.errors import BrokenModelError, ConfigError
 from jdisagg.layout.axes import TP_AXES, Layout
 from jdisagg.layout.kv_spec import KVLayer
 from jdisagg.model_api import AttendOptions, Shards
@@ -51,8 +51,14 @@ def largest_kept(loaded: LoadedModel, sequences: Sequence[Sequence[int]]) -> KVS
 
     Raises:
         BrokenModelError: A value is not finite.
+        ConfigError: Layers read tokens or the KV of other layers.
     """
     model = loaded.model
+    if model.reads_tokens or any(layer.source is not None for layer in model.kv_spec.layers):
+        raise ConfigError(
+            f"KV scales of {model.config.family} cannot be measured, because its layers read tokens"
+            " or the KV of other layers; serve it without them"
+        )
     place = _Place(loaded.mesh, loaded.layout, model.kv_spec.dtype)
     stem = nnx.split(model.stem)
     layers = [nnx.split(layer) for layer in model.layers]
@@ -99,10 +105,11 @@ def _through(
 
         def attend(
             q_TNH: jax.Array,
-            k_TKH: jax.Array,
+            k_TKH: jax.Array | None,
             v_TKH: jax.Array | None,
             **how: Unpack[AttendOptions],
         ) -> jax.Array:
+            assert k_TKH is not None
             kept_parts = (k_TKH,) if v_TKH is None else (k_TKH, v_TKH)
             for name, values in zip(names, kept_parts, strict=True):
                 sizes[name] = jnp.max(jnp.abs(values.astype(jnp.float32)), axis=(0, 2))

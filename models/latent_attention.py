@@ -1,5 +1,6 @@
 """Multi-head latent attention of DeepSeek-V2, V3 and R1, Kimi K2, GLM-4.7-Flash and Mistral 4, with
-the indexer of DeepSeek-V3.2 and GLM-5, and without rotary positions in Kimi Linear.
+the indexer of DeepSeek-V3.2 and GLM-5, without rotary positions in Kimi Linear, and with a gate for
+each head in Ling 3.0.
 `jdisagg/ops/latent_attention.py` describes the cache and the computation.
 
 The projection to the cached vector is replicated, and heads are sharded over tp."""
@@ -58,6 +59,11 @@ class MultiHeadLatentAttention(nnx.Module):
             bias=attention.output_bias,
             form=form,
         )
+        self.gate = (
+            Linear(make, (width, heads), ("embed", "q_heads"), form=form.plain())
+            if attention.head_gates
+            else None
+        )
         self.index = (
             Indexer(make, latent.index, width, latent.query_rank, attention.rope, form)
             if latent.index and layer.selects == "own"
@@ -97,6 +103,9 @@ class MultiHeadLatentAttention(nnx.Module):
         )
         if not o_RNV.shape[0]:
             return x_RD  # nothing to project, and no collective over nothing
+        if self.gate is not None:
+            gate_RN = jax.nn.sigmoid(self.gate(x_RD, of_R).astype(jnp.float32))
+            o_RNV = o_RNV * gate_RN[..., None].astype(o_RNV.dtype)
         return self.o.summed(o_RNV.reshape(o_RNV.shape[0], -1), of_R)
 
     def _queries(self, latent_RC: jax.Array, positions_R: jax.Array, shards: Shards) -> jax.Array:

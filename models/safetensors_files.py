@@ -141,14 +141,9 @@ class SafetensorsFiles:
         )
 
     def renamed(self, beginnings: Sequence[tuple[str, str]]) -> "SafetensorsFiles":
-        """Returns a view of the tensors under other names. `beginnings` lists replacements of name
-        prefixes, which are applied one after the other."""
-        names = {name: name for name in self._tensors}
-        for old, new in beginnings:
-            for name, called in names.items():
-                if called.startswith(old):
-                    names[name] = new + called.removeprefix(old)
-        return SafetensorsFiles({names[name]: each for name, each in self._tensors.items()})
+        """Returns a view of the tensors under the names that `renamed` gives them."""
+        named = self._tensors.items()
+        return SafetensorsFiles({renamed(name, beginnings): each for name, each in named})
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         return {name: tensor.shape for name, tensor in self._tensors.items()}
@@ -191,6 +186,16 @@ class SafetensorsFiles:
             self._maps[tensor.path] = np.memmap(tensor.path, dtype=np.uint8, mode="r")
         data = self._maps[tensor.path][tensor.start : tensor.end]
         return data.view(dtypes[tensor.kind]).reshape(tensor.shape)
+
+
+def renamed(name: str, beginnings: Sequence[tuple[str, str]]) -> str:
+    """Applies replacements of prefixes, and of parts that begin with a dot, one after the other."""
+    for old, new in beginnings:
+        if old.startswith("."):
+            name = name.replace(old, new)
+        elif name.startswith(old):
+            name = new + name.removeprefix(old)
+    return name
 
 
 def _text_name(name: str) -> str:

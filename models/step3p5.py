@@ -5,12 +5,11 @@ layers."""
 
 from dataclasses import replace
 
-from jdisagg.ops.activations import BoundedGate
 from jdisagg.ops.rope_frequencies import Rope
 from models.decoder_config import AttentionConfig, DecoderConfig, ExpertConfig, LayerConfig
 from models.hf_config import FamilyDefaults, HfConfig
 from models.hf_decoder import LAYER_TYPES, read_decoder
-from models.hf_experts import count_experts
+from models.hf_experts import count_experts, gate_bounds
 from models.hf_rope import rope_of
 
 DEFAULTS = FamilyDefaults(kv_heads=8, context_tokens=128000, norm_epsilon=1e-5, partial_rotary=1.0)
@@ -59,7 +58,7 @@ def read_config(hf: HfConfig) -> DecoderConfig:
     window = hf.count("sliding_window") if WINDOWED in kinds else None
     fed = _fed(hf, count)
     routed, beside = (
-        _bounds(hf, name, count) for name in ("swiglu_limits", "swiglu_limits_shared")
+        gate_bounds(hf, name, count) for name in ("swiglu_limits", "swiglu_limits_shared")
     )
     experts = _experts(hf)
     layers = tuple(
@@ -109,21 +108,6 @@ def _fed(hf: HfConfig, count: int) -> tuple[bool, ...]:
         raise hf.error("moe_layers_enum", "must be numbers of layers", "correct it")
     chosen = {int(str(one)) for one in numbers}
     return tuple(at in chosen for at in range(count))
-
-
-def _bounds(hf: HfConfig, field: str, count: int) -> tuple[BoundedGate | None, ...]:
-    given = hf.raw(field)
-    if not given:
-        return (None,) * count
-    if (
-        not isinstance(given, list)
-        or len(given) < count
-        or not all(one is None or isinstance(one, int | float) for one in given)
-    ):
-        raise hf.error(
-            field, f"must have a number or null for each of {count} layers", "correct it"
-        )
-    return tuple(BoundedGate(float(one)) if one else None for one in given[:count])
 
 
 def _windowed_heads(hf: HfConfig, full: AttentionConfig, kinds: tuple[str, ...]) -> int:

@@ -13,13 +13,11 @@ PRESETS = {"FEW_PAGES", "FAMILY", "SEEING"}
 OTHERS = {
     "family_storms.py": "few pages for models with short contexts",
     "pictures.py": "chunks that begin within an image",
-    "test_bad_input.py": "compiles nothing",
     "test_kv_dtype.py": "prompts of several chunks, whose roundings are compared",
     "test_layouts.py": "layouts, pages and chunks",
     "test_serve_comes_back.py": "the fewest programs that a start can compile",
     "test_soak.py": "pages for a part of sequences of many lengths",
     "test_stages.py": "groups of layers",
-    "test_state_drafts.py": "few pages for models with short contexts, and one slot",
     "test_state_reuse.py": "the fewest programs that a warm-up can compile",
     "test_token_identity.py": "blocks of several groups of layers",
     "test_tpu_forms.py": "pages of a TPU",

@@ -10,16 +10,14 @@ from benchmarks.simulator_engines.executor import DrainingExecutor, SerialExecut
 from benchmarks.simulator_engines.fleet import StudyFleet
 from jdisagg.assembly import Worker
 from jdisagg.clock import Clock
-from jdisagg.dispatch.router_events import NO_ROUTER_EVENTS, RouterEvents
 from jdisagg.messages.worker_status import WorkerRole
-from jdisagg.router.decision import PlacementPolicy
+from jdisagg.router.decision import NO_ROUTER_EVENTS, PlacementPolicy, RouterEvents
 from jdisagg.simulator import run
 from jdisagg.simulator.cluster import SimulatedCluster
 from jdisagg.simulator.executor import SimulatedExecutor
 from jdisagg.simulator.fleet import Fleet
 from jdisagg.simulator.run import Result
 from jdisagg.simulator.workloads import Arrival
-from jdisagg.worker.prefill_worker import PrefillWorker
 
 
 class StudyCluster(SimulatedCluster):
@@ -46,7 +44,7 @@ class StudyCluster(SimulatedCluster):
     def _between(self, worker: Worker, caller: Worker | None) -> Sequence[object]:
         if caller is not None or not self._study.late_reservation:
             return ()
-        if isinstance(worker, PrefillWorker):
+        if not worker.role.decodes:
             return (self._computed,)
         return (DeferredReservation(self._computed, worker.name, self.new_id),)
 

@@ -122,9 +122,8 @@ def watch_workers(moments: Moments) -> None:
     """Wraps methods of the worker classes for the life of this process, so that the code that
     assembles workers needs no change."""
 
-    from jdisagg.worker.decode_worker import DecodeWorker
     from jdisagg.worker.outgoing_kv import OutgoingKv
-    from jdisagg.worker.prefill_worker import PrefillWorker
+    from jdisagg.worker.worker import Worker
 
     destinations: dict[int, str] = {}
     totals: dict[int, int] = {}
@@ -162,12 +161,12 @@ def watch_workers(moments: Moments) -> None:
         if span.first_index > 0 and span.token_ids:
             await moments.reach(Moment.DECODING)
 
-    after(DecodeWorker, "reserve", reserved)
-    before(PrefillWorker, "prefill", computing)
-    after(PrefillWorker, "prefill", forget)
+    after(Worker, "reserve", reserved)
+    before(Worker, "prefill", computing)
+    after(Worker, "prefill", forget)
     each(OutgoingKv, "offers", offered)
     one_by_one(OutgoingKv, "acknowledge", inserted)
-    each(DecodeWorker, "generate", decoding)
+    each(Worker, "generate", decoding)
 
 
 def before(owner: type, name: str, what: Callable[..., Awaitable[None]]) -> None:

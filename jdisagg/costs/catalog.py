@@ -168,7 +168,22 @@ CATALOG: dict[str, CostGeometry] = {
             "kimi-linear-48b-a3b", 2304, 27, 163840,
             LatentAttention(32, 0, 512, 64, 128, 128), 9216,
             experts=Experts(256, 8, 1024, 1024), expert_layers=26, context_tokens=1048576,
-            linear=LinearAttention(20, 32, 32, 128, 128, 4, gate_rank=128),
+            linear=LinearAttention(20, 32, 32, 128, 128, 4, gate_rank=128, channel_gates=True),
+        ),
+        # inclusionAI/Ling-3.0-flash: every sixth layer has MLA, the others are recurrent
+        CostGeometry(
+            "ling-3.0-flash", 2560, 42, 157184,
+            LatentAttention(32, 0, 512, 64, 128, 128, head_gates=True), 6144,
+            experts=Experts(512, 8, 768, 768, groups_of_token=4), expert_layers=40,
+            context_tokens=262144, next_token_layers=1,
+            linear=LinearAttention(35, 32, 32, 128, 128, 4, channel_gates=True),
+        ),
+        # LiquidAI/LFM3-1.7B: short convolutions, and attention in 11 layers, 5 with a window
+        CostGeometry(
+            "lfm3-1.7b", 2048, 24, 128000,
+            GroupedAttention(16, 4, 128, 256, 5, head_gates=True), 7680,
+            tied=True, context_tokens=128000,
+            linear=LinearAttention(13, 4, 16, 0, 128, 7, corrects=False, short=True),
         ),
         # zai-org/GLM-4.6: the first three layers dense, one shared expert
         CostGeometry(
@@ -188,6 +203,24 @@ CATALOG: dict[str, CostGeometry] = {
             "gemma-4-31b", 5376, 60, 262144,
             GroupedAttention(32, 16, 256, 1024, 50, False, 4, 512, True), 21504,
             tied=True, context_tokens=262144,
+        ),
+        # google/gemma-4-E2B-it and E4B-it, their language models: the last 20 and 18 layers read KV
+        # of an earlier layer, and each layer a row of a table for each token
+        CostGeometry(
+            "gemma-4-e2b", 1536, 35, 262144,
+            GroupedAttention(
+                8, 1, 256, 512, 28, False, 1, 512, full_query_heads=8, shared_layers=20,
+                shared_windowed=16,
+            ), 6144,
+            tied=True, context_tokens=131072, token_inputs=256, doubled_ffn=20,
+        ),
+        CostGeometry(
+            "gemma-4-e4b", 2560, 42, 262144,
+            GroupedAttention(
+                8, 2, 256, 512, 35, False, 2, 512, full_query_heads=8, shared_layers=18,
+                shared_windowed=15,
+            ), 10240,
+            tied=True, context_tokens=131072, token_inputs=256,
         ),
         # models/tiny/llama and models/tiny/qwen3_moe of this repository
         CostGeometry(

@@ -74,6 +74,7 @@ class CostModel:
         self._products = dense_products(
             geometry, self.layout, self._state_shards(), self.value_bytes, self._matrix_bytes
         )
+        self._late_part = geometry.late_part
         self._layers_known: dict[int, Cost] = {}  # by number of sequences
         self._dense_of = lru_cache(MOST_REMEMBERED)(self._dense)
         reached = accelerator.efficiency
@@ -122,8 +123,11 @@ class CostModel:
         cache. `rows`: number of tokens to sample."""
         reached = self.accelerator.efficiency
         attention = self._prefill_attention(tokens, pairs, context_tokens)
+        device = self._device(tokens, rows, attention)
+        if late := self._late_part:
+            device += (self._layers(rows, rows) + self._layers(tokens, rows) * -1) * late
         return self._issued(
-            self._device(tokens, rows, attention),
+            device,
             self._prefill_launch(tokens),
             reached.prefill_seconds + reached.sequence_seconds * rows,
         )
@@ -377,7 +381,8 @@ class CostModel:
     def _ffn_of_token(self) -> float:
         shape, experts = self.geometry, self.geometry.experts
         routed = experts.active * experts.ffn + experts.shared_ffn if experts else 0
-        return (shape.dense_layers * shape.ffn + shape.expert_layers * routed) / shape.layers
+        dense = (shape.dense_layers + shape.doubled_ffn) * shape.ffn
+        return (dense + shape.expert_layers * routed) / shape.layers
 
     def _experts(self, tokens: float, elsewhere: float | None = None) -> Cost:
         shape, layout, experts = self.geometry, self.layout, self.geometry.experts
@@ -436,7 +441,7 @@ class CostModel:
         cost = self._attention(
             2 * pairs * heads * width + index_flops,
             (context_tokens + tokens) * self._token_bytes,
-            shape.attention_layers,
+            shape.attention_layers - shape.shared_layers,
         )
         if shape.linear:
             cost += self._recurrence(tokens, tokens / RUN_TOKENS, chunked=True)

@@ -48,7 +48,7 @@ def dense_products(
     dense ffn, shared expert and MoE router. Routed experts are not included."""
     tp = layout.tp
     attention = shape.attention
-    dense = shape.dense_layers
+    dense = shape.dense_layers + shape.doubled_ffn
     if isinstance(attention, LatentAttention):
         parts: list[Part] = []
         for kind, layers in shape.attention_kinds:
@@ -71,6 +71,8 @@ def dense_products(
             (shape.width * wide, dense, tp, wide / tp, 0),
             (shape.width * shape.ffn, dense, tp, shape.width, 0),
         ]
+    if inner := shape.token_inputs:
+        parts.append((3 * shape.width * inner, shape.layers, 1, 2 * inner + shape.width, 0))
     if shape.experts:
         count = shape.experts.count + shape.experts.shared_gate
         layers = shape.expert_layers
@@ -109,15 +111,16 @@ def _recurrent(linear: LinearAttention, width: int, tp: int, shards: int) -> lis
 
 def _projections(shape: CostGeometry, tp: int, shards: int) -> list[Part]:
     parts: list[Part] = []
-    for kind, layers in shape.attention_kinds:
+    for (kind, layers), (_, own) in zip(shape.attention_kinds, shape.kv_kinds, strict=True):
         assert not isinstance(kind, LatentAttention)
         queries = tp if kind.kv_heads == most_kv_shards(shape) else shards
-        wide = kind.head_dim * (
-            kind.query_heads / queries + kind.gated * kind.query_heads / tp + kind.kv_heads / shards
-        )
-        wide += kind.value_size * (kind.made_heads - kind.kv_heads) / shards
+        late = kind.head_dim * (kind.query_heads / queries + kind.gated * kind.query_heads / tp)
+        late += kind.head_gates * kind.query_heads / tp
+        wide = late + kind.kv_parameters(1) / shards
         out = shape.width * kind.value_size * kind.query_heads
-        parts.append((shape.width * wide, layers, 1, wide, 0))
+        parts.append((shape.width * wide, own, 1, wide, 0))
+        if layers > own:
+            parts.append((shape.width * late, layers - own, 1, late, 0))
         parts.append((out, layers, tp, shape.width, 0))
     attention = shape.attention
     if isinstance(attention, GroupedAttention) and attention.indexed_layers:

@@ -95,7 +95,7 @@ def kv_facts(
 
 def kv_formula(shape: CostGeometry, dtype: str) -> str:
     parts = []
-    for kind, layers in shape.attention_kinds:
+    for kind, layers in shape.kv_kinds:
         if isinstance(kind, LatentAttention):
             index = f" + {kind.index_dim} index" if kind.index_dim else ""
             values = f"{kind.kv_rank} latent + {kind.rope_dim} rotary{index}"

@@ -24,8 +24,10 @@ class LinearAttention(Message, frozen=True):
         (delta rule). If not, an update only adds, as in Mamba-2.
       key_copies: Number of shards that each hold all key heads and their convolution inputs; 0 if
         key heads are sharded.
-      gate_rank: Number of values between the two projections of a gate per channel, and between
-        those of the output gate (Kimi Delta Attention); 0 for one projection each.
+      gate_rank: Number of values between the two projections of the gates, and between those of the
+        output gate (Kimi Linear); 0 for one projection each.
+      channel_gates: Whether each channel of a key has a gate, instead of each value head (Kimi
+        Delta Attention).
       short: Whether a layer is a gated short convolution, whose state has no matrix. It has no keys
         (`key_dim` 0), and one gate before and one after the convolution.
     """
@@ -40,6 +42,7 @@ class LinearAttention(Message, frozen=True):
     key_copies: int = 0
     gate_rank: int = 0
     short: bool = False
+    channel_gates: bool = False
 
     @property
     def channels(self) -> int:
@@ -57,7 +60,9 @@ class LinearAttention(Message, frozen=True):
     def scalars(self) -> int:
         """Number of scalars that a layer computes for each token. Each value head has an update
         strength and a gate (Gated DeltaNet), or a step size (Mamba-2)."""
-        return 0 if self.short or self.taps == 1 else (1 + self.corrects) * self.value_heads
+        if self.short or self.taps == 1:
+            return 0
+        return (self.corrects + (self.key_dim if self.channel_gates else 1)) * self.value_heads
 
     @property
     def convolution(self) -> int:

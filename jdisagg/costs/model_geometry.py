@@ -31,6 +31,8 @@ class GroupedAttention(Message, frozen=True):
         values for each kv head, and selects `index_top` positions for each token. The indexer's
         key is part of the KV.
       value_dim: Head size of values; 0 if it equals `head_dim`.
+      shared_layers, shared_windowed: Number of layers that read the keys and values of an earlier
+        layer, and number of those with a window. They are the last layers.
     """
 
     query_heads: int
@@ -48,6 +50,8 @@ class GroupedAttention(Message, frozen=True):
     value_dim: int = 0
     full_query_heads: int = 0
     head_gates: bool = False
+    shared_layers: int = 0
+    shared_windowed: int = 0
 
     @property
     def value_size(self) -> int:
@@ -90,6 +94,10 @@ class GroupedAttention(Message, frozen=True):
         gates = self.head_gates * self.query_heads
         return width * (self.head_dim * keys + self.value_size * values + gates)
 
+    def kv_parameters(self, width: int) -> int:
+        keys = self.head_dim * self.kv_heads
+        return width * (keys + self.value_size * (self.made_heads - self.kv_heads))
+
     def index_parameters(self, width: int) -> int:
         return width * self.index_dim * (self.kv_heads + 1)
 
@@ -113,6 +121,7 @@ class LatentAttention(Message, frozen=True):
         is part of the KV.
       shared_layers: Number of layers that have no indexer, but attend to the positions that the
         indexer of an earlier layer selected.
+      head_gates: Whether each head's output has a gate.
     """
 
     query_heads: int
@@ -125,12 +134,13 @@ class LatentAttention(Message, frozen=True):
     index_dim: int = 0
     index_top: int = 0
     shared_layers: int = 0
+    head_gates: bool = False
 
     @property
     def shared(self) -> "LatentAttention":
         """Sizes of a layer without an indexer."""
         sizes = (self.query_rank, self.kv_rank, self.rope_dim, self.nope_dim, self.value_dim)
-        return LatentAttention(self.query_heads, *sizes)
+        return LatentAttention(self.query_heads, *sizes, head_gates=self.head_gates)
 
     def parameters(self, width: int) -> int:
         query = width * self.query_rank + self.query_rank * self.query_heads * (
@@ -141,7 +151,8 @@ class LatentAttention(Message, frozen=True):
         keys = width * (self.kv_rank + self.rope_dim) + self.unpacking_parameters
         index = self.query_rank * self.index_heads * self.index_dim
         index += width * (self.index_dim + self.index_heads)
-        return query + keys + self.query_heads * self.value_dim * width + index
+        gates = self.head_gates * self.query_heads * width
+        return query + keys + self.query_heads * self.value_dim * width + index + gates
 
     @property
     def unpacking_parameters(self) -> int:
@@ -223,6 +234,10 @@ class CostGeometry:
         Ignored when geometries are compared.
       images: Sizes of the vision encoder, or None without one. Ignored when geometries are
         compared.
+      token_inputs: Number of values of a token that each layer reads from a table by the token's
+        id; 0 for none.
+      doubled_ffn: Number of layers whose dense ffn is twice as wide. They are among those that read
+        the KV of an earlier layer.
     """
 
     name: str
@@ -243,6 +258,8 @@ class CostGeometry:
     kv_dtype: str = ""
     next_token_layers: int = field(default=0, compare=False)
     images: ImageEncoder | None = field(default=None, compare=False)
+    token_inputs: int = 0
+    doubled_ffn: int = 0
 
     def __post_init__(self) -> None:
         for name in ("width", "layers", "vocabulary", "context_tokens"):
@@ -284,8 +301,42 @@ class CostGeometry:
         return (attention, attention.windowed_layers), (full, layers - attention.windowed_layers)
 
     @property
+    def kv_kinds(self) -> tuple[tuple[GroupedAttention | LatentAttention, int], ...]:
+        """`attention_kinds` with the number of layers that have KV of their own."""
+        attention, kinds = self.attention, self.attention_kinds
+        if not isinstance(attention, GroupedAttention):
+            return kinds
+        if len(kinds) == 1:
+            return ((attention, kinds[0][1] - attention.shared_layers),)
+        (windowed, some), (full, others) = kinds
+        windows = attention.shared_windowed
+        return (windowed, some - windows), (full, others - attention.shared_layers + windows)
+
+    @property
+    def shared_layers(self) -> int:
+        """Number of layers that read the KV of an earlier layer."""
+        attention = self.attention
+        return attention.shared_layers if isinstance(attention, GroupedAttention) else 0
+
+    @property
+    def late_part(self) -> float:
+        """Fraction of the layers' parameters in layers that read the KV of an earlier layer. A
+        prefill computes these layers only for the tokens that it samples from."""
+        if not self.shared_layers:
+            return 0.0
+        kinds = zip(self.attention_kinds, self.kv_kinds, strict=True)
+        late = sum(
+            (layers - own) * (kind.parameters(self.width) - kind.kv_parameters(self.width))
+            for (kind, layers), (_, own) in kinds
+            if isinstance(kind, GroupedAttention)
+        )
+        ffn = (self.shared_layers + self.doubled_ffn) * self.matrices * self.width * self.ffn
+        inputs = 3 * self.shared_layers * self.width * self.token_inputs
+        return (late + ffn + inputs) / (self._always_read - self.embedding_parameters)
+
+    @property
     def kv_values(self) -> int:
-        own = sum(layers * kind.kv_values for kind, layers in self.attention_kinds)
+        own = sum(layers * kind.kv_values for kind, layers in self.kv_kinds)
         return own + self._index_values(GroupedAttention)
 
     def _index_values(self, kind: type[GroupedAttention | LatentAttention] | None = None) -> int:
@@ -326,7 +377,8 @@ class CostGeometry:
 
     @property
     def active_parameters(self) -> int:
-        return self._always_read + self._of_experts(self.experts.active if self.experts else 0)
+        active = self.experts.active if self.experts else 0
+        return self._always_read - self.token_tables + self._of_experts(active)
 
     def _of_experts(self, count: int) -> int:
         if not self.experts:
@@ -339,14 +391,24 @@ class CostGeometry:
 
     @property
     def embedding_parameters(self) -> int:
-        """Number of parameters of the embedding, and of a separate output projection."""
-        return self.vocabulary * self.width * (1 if self.tied else 2)
+        """Number of parameters of the embedding, of a separate output projection, and of the tables
+        of all layers that tokens are read from."""
+        return self.vocabulary * self.width * (1 if self.tied else 2) + self.token_tables
+
+    @property
+    def token_tables(self) -> int:
+        """Number of parameters of the tables from which layers read a row for each token."""
+        return self.vocabulary * self.layers * self.token_inputs
 
     @property
     def _always_read(self) -> int:
-        dense = self.dense_layers * self.matrices * self.width * self.ffn
+        dense = (self.dense_layers + self.doubled_ffn) * self.matrices * self.width * self.ffn
+        dense += 3 * self.layers * self.width * self.token_inputs
         kinds = self.attention_kinds
         attention = sum(layers * kind.parameters(self.width) for kind, layers in kinds)
+        for (kind, layers), (_, own) in zip(kinds, self.kv_kinds, strict=True):
+            if isinstance(kind, GroupedAttention):
+                attention -= (layers - own) * kind.kv_parameters(self.width)
         if isinstance(self.attention, GroupedAttention):
             attention += self.attention.indexed_layers * self.attention.index_parameters(self.width)
         if self.linear:
@@ -371,11 +433,13 @@ class CostGeometry:
 
     @property
     def windowed_part(self) -> float:
-        """Fraction of a token's KV that is in layers with a window. 0 if all layers or no layers
-        have a window."""
-        if isinstance(self.attention, LatentAttention) or not self.widest_window:
+        """Fraction of a token's KV that is stored and sent apart, because it is in layers with a
+        window. 0 if all layers or no layers have a window, and in models with recurrence."""
+        if self.linear or isinstance(self.attention, LatentAttention) or not self.widest_window:
             return 0.0
-        part = self.attention.windowed_layers * self.attention.kv_values / self.kv_values
+        attention = self.attention
+        own = attention.windowed_layers - attention.shared_windowed
+        part = own * attention.kv_values / self.kv_values
         return part if part < 1 else 0.0
 
     def state_bytes(self, dtype: str = "bfloat16") -> int:
@@ -393,7 +457,7 @@ class CostGeometry:
         size (`layout/kv_spec.py`)."""
         rows = [
             (layers * kind.kv_values // kind.row_values, kind.row_values)
-            for kind, layers in self.attention_kinds
+            for kind, layers in self.kv_kinds
         ]
         if index := self._index_values(GroupedAttention):
             values = self.attention.row_values

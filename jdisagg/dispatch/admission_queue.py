@@ -1,4 +1,4 @@
-"""Queue of requests that wait at the router for workers, in the fair order of router/fairness.py.
+"""Queue of requests that wait at the router for workers, in the fair order of router/admission.py.
 
 The queue tries to place its first request again whenever a worker has reported its status, a prompt
 was prefilled, or an attempt (one execution of a request on chosen workers) ended. No request
@@ -12,8 +12,7 @@ from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeVar
 
 from jdisagg.clock import Clock
-from jdisagg.router.admission import Drain
-from jdisagg.router.fairness import FairQueue, Ticket
+from jdisagg.router.admission import Drain, FairQueue, Ticket
 from jdisagg.settings.timeouts import RequestTimeouts
 
 

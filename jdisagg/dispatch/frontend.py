@@ -56,7 +56,7 @@ from jdisagg.grammar.chat_answers import (
     with_thought_and_calls,
 )
 from jdisagg.grammar.compiler import GrammarCompiler
-from jdisagg.messages.ports import close_stream
+from jdisagg.messages.ports import SessionAction, SessionCall, SessionReport, close_stream
 from jdisagg.messages.worker_status import WorkerStatus
 from jdisagg.prompt.hints import Hints
 from jdisagg.request import (
@@ -97,6 +97,8 @@ class ServingPath(Protocol):
     def end(self, tenant: str, request_id: str, error: JdisaggError) -> None: ...
 
     async def reset_cache(self) -> int: ...
+
+    async def session(self, call: SessionCall) -> tuple[SessionReport, ...]: ...
 
     async def drain(self) -> None: ...
 
@@ -461,6 +463,27 @@ class Frontend:
                 " send a token without a tenant"
             )
         return await self._path.reset_cache()
+
+    async def session(
+        self, key: str, action: SessionAction, tenant: str = "", cache_salt: str = ""
+    ) -> tuple[SessionReport, ...]:
+        """Shows, restores or drops the KV of a session of the caller.
+
+        Args:
+            tenant, cache_salt: Those of the session's requests (`build_request`).
+
+        Returns:
+            The reports of the workers that know the session; empty if none does.
+
+        Raises:
+            UnavailableError: A worker did not answer (`RequestPath.session`).
+        """
+        for name, text in (("session", key), ("tenant", tenant), ("cache_salt", cache_salt)):
+            _check_name(name, text)
+        who, seconds = caller.current(), self._limits.timeouts.request.status_seconds
+        scope = who.cache_scope(tenant, cache_salt)
+        call = SessionCall(who.tenant_of(tenant), scope, key, action, seconds)
+        return await self._path.session(call)
 
     def _check_resumption(
         self, resumption: Resumption, prompt_tokens: int, sampling: SamplingParams

@@ -31,6 +31,9 @@ class Migration:
         self._context = context
         self._run = run
         self._origin = origin
+        # Taken now: if the sequence is preempted before its migration reaches a worker, the attempt
+        # that follows is the later one.
+        self._attempt = run.next_attempt()
         self._held: ReservationHandle | None = None
         self._spans: asyncio.Queue[Span | Exception | None] = asyncio.Queue()
         self._task = asyncio.create_task(self._take_over(children, source))
@@ -57,7 +60,7 @@ class Migration:
                 frozenset({self._origin}) | run.avoid, self._origin
             )
             held = self._held = await reserve(
-                context, run, worker, children, run.next_attempt(), whole=True
+                context, run, worker, children, self._attempt, whole=True
             )
             spans = held.port.generate(
                 GenerateCall(held.key, held.attempt, run.remaining_seconds(), source)

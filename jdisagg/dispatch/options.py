@@ -109,6 +109,8 @@ def sampling_params(
     }
     if (biases := options.get("logit_bias")) is not None:
         given["logit_bias"] = bias_pairs(biases)
+    if given.get("return_routed_experts"):
+        given.setdefault("logprobs", 0)  # they travel with the log-probabilities
     for name, (_, rule) in parameters_of(SamplingParams).items():
         if name in given and rule.most is not None:
             given[name] = tuple_of(name, given[name])

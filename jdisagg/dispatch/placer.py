@@ -16,7 +16,6 @@ from jdisagg.clock import Clock
 from jdisagg.config import RoutingConfig
 from jdisagg.costs.speeds import PriceSource
 from jdisagg.dispatch.admission_queue import AdmissionQueue
-from jdisagg.dispatch.router_events import NO_ROUTER_EVENTS, RouterEvents
 from jdisagg.dispatch.routing_status import (
     PastDecision,
     RoutingStatus,
@@ -29,12 +28,10 @@ from jdisagg.plain import plain
 from jdisagg.request import Request
 from jdisagg.router.accounts import Accounts, Charges, Work
 from jdisagg.router.admission import Lateness, Quotas, limit_seconds
-from jdisagg.router.breaker import Breaker, PairBreakers
-from jdisagg.router.candidates import candidates
-from jdisagg.router.coming_prefixes import ComingPrefixes
-from jdisagg.router.corrections import NO_CORRECTIONS, LearnedCorrections
+from jdisagg.router.candidates import Breaker, PairBreakers, candidates
 from jdisagg.router.cost_terms import most_computed, paced_until
 from jdisagg.router.decision import (
+    NO_ROUTER_EVENTS,
     Affinity,
     Decision,
     Deferred,
@@ -44,11 +41,11 @@ from jdisagg.router.decision import (
     PlacementQuery,
     PromptBlocks,
     Refusal,
+    RouterEvents,
 )
-from jdisagg.router.placement import NO_WORK, decide, price_sources
-from jdisagg.router.predictor import LearnedLengths
-from jdisagg.router.replacements import another_decode, another_prefill
-from jdisagg.router.session_workers import NOBODY, SessionWorkers
+from jdisagg.router.placement import NO_WORK, another_decode, another_prefill, decide, price_sources
+from jdisagg.router.predictor import NO_CORRECTIONS, LearnedCorrections, LearnedLengths
+from jdisagg.router.unreported import NOBODY, ComingPrefixes, SessionWorkers
 from jdisagg.settings.timeouts import DEFAULT_TIMEOUTS, Timeouts
 from jdisagg.spending import Spending
 from jdisagg.telemetry import Counters

@@ -49,7 +49,13 @@ from jdisagg.errors import (
     OverloadedError,
     UnavailableError,
 )
-from jdisagg.messages.ports import DecodePort, PrefillPort
+from jdisagg.messages.ports import (
+    DecodePort,
+    PrefillPort,
+    SessionAction,
+    SessionCall,
+    SessionReport,
+)
 from jdisagg.messages.worker_status import WorkerStatus
 from jdisagg.prompt.images import PromptImage
 from jdisagg.request import Request, StreamEvent
@@ -140,7 +146,10 @@ class RequestPath:
         context = self._context
         self._admit(request)
         run = RequestRun(
-            request, self._new_text, context.clock, context.limits.default_deadline_seconds
+            self._identified(request),
+            self._new_text,
+            context.clock,
+            context.limits.default_deadline_seconds,
         )
         run.missing = self.placer.missing
         waits, key = True, (request.tenant, request.request_id)
@@ -165,6 +174,13 @@ class RequestPath:
                 if self._runs.get(key) is run:
                     del self._runs[key]
                 self._leave(request, waits)
+
+    def _identified(self, request: Request) -> Request:
+        """A stream without a life gets one of its own. Otherwise workers would take its attempts
+        for late ones of an earlier request with the same id, and refuse them."""
+        if request.life or request.resumption is not None:
+            return request
+        return replace(request, life=self._context.new_id())
 
     async def suspend(self, tenant: str, request_id: str) -> None:
         """Suspends a running request. Its attempts end, which frees its decode slots and KV pages.
@@ -405,6 +421,26 @@ class RequestPath:
                 " their cached blocks may still be used; try again"
             ) from None
 
+    async def session(self, call: SessionCall) -> tuple[SessionReport, ...]:
+        """Shows, restores or drops the KV of a session on all workers. Returns the reports of those
+        that know the session.
+
+        Raises:
+            UnavailableError: A worker did not answer, so it may still have KV that is to be
+                dropped; or no worker that knows the session answered.
+        """
+        ports = {**self.cluster.prefill, **self.cluster.decode}
+        asked = [_asked(port, call) for port in ports.values()]
+        replies = dict(zip(ports, await asyncio.gather(*asked), strict=True))
+        reports = tuple([one for one in replies.values() if isinstance(one, SessionReport)])
+        silent = [name for name, one in replies.items() if isinstance(one, Exception)]
+        if silent and (not reports or call.action is SessionAction.DROP):
+            raise UnavailableError(
+                f"session {call.session!r}: {', '.join(silent)} did not answer within"
+                f" {call.deadline_seconds:g} s, and may have its KV; try again"
+            )
+        return reports
+
     async def drain(self) -> None:
         self._draining = True
         while self._running:
@@ -430,6 +466,16 @@ def _more_useful(cause: UnavailableError | None, error: Exception) -> Exception:
     if cause.retry_after_seconds is None:
         cause.retry_after_seconds = error.retry_after_seconds
     return cause
+
+
+async def _asked(
+    port: PrefillPort | DecodePort, call: SessionCall
+) -> SessionReport | None | Exception:
+    try:
+        async with asyncio.timeout(call.deadline_seconds):
+            return await port.session(call)
+    except (UnavailableError, DeadlineExceededError, TimeoutError) as error:
+        return error
 
 
 async def _status(port: PrefillPort | DecodePort, seconds: float) -> WorkerStatus | None:

@@ -12,11 +12,10 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from jdisagg.clock import Clock, unended
+from jdisagg.clock import Clock, Mailbox, unended
 from jdisagg.dispatch.placer import PlacementHandle
 from jdisagg.dispatch.token_stream import TextDelta
 from jdisagg.errors import DeadlineExceededError, UnavailableError
-from jdisagg.messages.mailbox import Mailbox
 from jdisagg.messages.ports import Child
 from jdisagg.messages.weights import version_of
 from jdisagg.prompt.logprobs import PromptLogprobs

@@ -35,6 +35,7 @@ def _feed_forward_values(geometry: CostGeometry, instance: InstanceConfig) -> fl
     layout, width, experts = instance.layout, geometry.width, geometry.experts
     matrices = geometry.matrices
     total = geometry.dense_layers * matrices * (width + geometry.ffn / layout.tp)
+    total += geometry.doubled_ffn * matrices * geometry.ffn / layout.tp
     if experts is None:
         return total
     each = 0.0

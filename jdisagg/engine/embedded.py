@@ -17,7 +17,6 @@ from jdisagg.dispatch.ids import random_id
 from jdisagg.dispatch.placer import PlacerSettings
 from jdisagg.dispatch.request_context import ClusterPorts
 from jdisagg.dispatch.request_path import RequestPath
-from jdisagg.dispatch.router_events import NO_ROUTER_EVENTS, RouterEvents, RouterEventsList
 from jdisagg.dispatch.token_stream import Detokenizer, TokenStream
 from jdisagg.dispatch.weights_control import WeightsControl
 from jdisagg.engine.fingerprint import model_fingerprint
@@ -42,11 +41,12 @@ from jdisagg.observe import wrap
 from jdisagg.observe.observer import Observer
 from jdisagg.request import Request, StreamEvent
 from jdisagg.router.cluster_state import Description
+from jdisagg.router.decision import NO_ROUTER_EVENTS, RouterEvents, RouterEventsList
 from jdisagg.scheduler.executor import Executor
-from jdisagg.scheduler.kept_view import KeptBlock
 from jdisagg.scheduler.residency import BlockNames
 from jdisagg.transfer.disk_store import directory_secret
 from jdisagg.transfer.in_process import InProcessChannel
+from jdisagg.worker.cached_kv import KeptBlock
 from jdisagg.worker.mesh_worker import WorkerContext
 from jdisagg.worker.weights_updates import ServedWeights
 

@@ -60,6 +60,9 @@ def mesh_limits(
         prefix: Configuration of the prefix cache; by default there is none.
     """
     _check_pages(instance, platform)
+    if instance.routed_experts:
+        _check_recording(instance, windows_apart)
+        spec = spec.recording()
     traits, slots, pp = traits_of(platform), instance.slots_per_rank, instance.layout.pp
     smallest, largest = _chunk_range(instance, mode, context_tokens)
     chunks = _chunk_buckets(smallest, largest)
@@ -118,6 +121,22 @@ def _with_state(
     )
 
 
+def _check_recording(instance: InstanceConfig, windows_apart: bool) -> None:
+    """A lossy codec would change the numbers of experts, and windows would lose them."""
+    if windows_apart:
+        raise ConfigError(
+            "routed_experts: the model has sliding windows, of which a prefill and a decode mesh"
+            " keep only the last positions; use mode=unified or mode=chunked, or remove"
+            " routed_experts"
+        )
+    for name, value, needed in (("pp", instance.layout.pp, 1), ("codec", instance.codec, "none")):
+        if value != needed:
+            raise ConfigError(
+                f"routed_experts needs {name}={needed}, got {value}: set it, or remove"
+                " routed_experts"
+            )
+
+
 def _check_pages(instance: InstanceConfig, platform: str) -> None:
     pp, least = instance.layout.pp, traits_of(platform).least_page
     if pp > 1 and instance.block_bytes:
@@ -150,8 +169,8 @@ def _mixed_buckets(
 ) -> tuple[int, ...]:
     """Returns the chunk sizes for which one program runs a prefill chunk and a decode step
     together. Empty if the mesh does not run mixed steps."""
-    alternates = mode is not Mode.CHUNKED or instance.layout.pp > 1 or spec.has_state
-    return () if alternates else chunks
+    alternates = mode is not Mode.CHUNKED or instance.layout.pp > 1
+    return () if alternates or spec.has_state or spec.records else chunks
 
 
 def _chunk_buckets(smallest: int, largest: int) -> tuple[int, ...]:

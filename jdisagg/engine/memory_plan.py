@@ -192,9 +192,15 @@ def fit_instance(
     """
     check_head(model.draft, instance)
     drafts = geometry.next_token_layers > 0 or bool(model.draft)
-    can_part = 0 < geometry.windowed_part < 1 and not geometry.linear
+    can_part = geometry.windowed_part > 0
     apart = hands_windows_apart(can_part, mode)
-    check_stages(instance, state=bool(geometry.linear), windows_apart=apart, drafts=drafts)
+    check_stages(
+        instance,
+        state=bool(geometry.linear),
+        windows_apart=apart,
+        drafts=drafts,
+        reads_tokens=geometry.token_inputs > 0,
+    )
     context = model.context_tokens or geometry.context_tokens
     each = bytes_per_device(geometry, instance, model.dtype, memory.platform, model.draft)
     weights, token_bytes, state_bytes, windowed, adapters = each
@@ -468,7 +474,8 @@ def _activations(
     platform: str,
 ) -> int:
     tp, attention, experts = instance.layout.tp, geometry.attention, geometry.experts
-    ffn = max(geometry.ffn, experts.active * experts.ffn + experts.shared_ffn if experts else 0)
+    routed = experts.active * experts.ffn + experts.shared_ffn if experts else 0
+    ffn = max(geometry.ffn * (2 if geometry.doubled_ffn else 1), routed)
     heads = (
         attention.query_heads * (attention.nope_dim + attention.rope_dim + attention.value_dim)
         if isinstance(attention, LatentAttention)

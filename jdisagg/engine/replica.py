@@ -105,6 +105,7 @@ def build_executor(
         state=loaded.model.kv_spec.has_state,
         windows_apart=windows_apart,
         drafts=loaded.model.next_token is not None,
+        reads_tokens=loaded.model.reads_tokens,
     )
     vision = loaded.model.vision if processes == 1 and config.layout.pp == 1 else None
     programs = Programs(*loaded.meshes)

@@ -5,7 +5,7 @@ from jdisagg.errors import ConfigError
 
 
 def check_stages(
-    instance: InstanceConfig, *, state: bool, windows_apart: bool, drafts: bool
+    instance: InstanceConfig, *, state: bool, windows_apart: bool, drafts: bool, reads_tokens: bool
 ) -> None:
     """Checks that an instance supports the pipeline stages of its layout.
 
@@ -20,6 +20,9 @@ def check_stages(
         ),
         "the model sends the KV of layers with a sliding window apart from that of the other"
         " layers, in blocks of layers of several stages; use pp=1, or mode=chunked": windows_apart,
+        "each layer reads the tokens' embeddings, which are on the first stage; use pp=1": (
+            reads_tokens
+        ),
         "the layer that drafts tokens needs the embedding, which is on the first stage, behind the"
         " last stage; set speculate to ngram or off": (
             drafts and instance.speculate in ("mtp", "eagle")

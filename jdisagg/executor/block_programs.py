@@ -272,13 +272,7 @@ class PullTargets:
                 )
             leaves = self._leaves[*key, block.codec]
         return PullTarget(
-            zeros,
-            block.rank,
-            block.peer,
-            codec=block.codec if how.lossy else "none",
-            leaves=leaves,
-            heads=spec.row_heads,
-            source_rank=block.source_rank,
+            zeros, block.rank, block.peer, codec=block.codec if how.lossy else "none", leaves=leaves
         )
 
     def _resident(

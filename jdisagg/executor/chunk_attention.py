@@ -5,12 +5,13 @@ that continue an earlier chunk also attend to their pages.
 Traced inside the program of a layer group (`prefill_program.py`)."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple, Unpack, cast
 
 import jax
 import jax.numpy as jnp
 
+from jdisagg.executor.expert_reader import experts_as_values
 from jdisagg.executor.page_pool import LayerPages
 from jdisagg.model_api import Attend, AttendOptions, AttentionOptions, Index, Shards
 from jdisagg.ops.kv_pages import as_kept, as_read, token_coordinates, write_tokens
@@ -54,6 +55,14 @@ class _Places(NamedTuple):
     slot_T: jax.Array
 
 
+class _Stored(NamedTuple):
+    """What a layer stored: its pages, and the chunk's part of them as attention reads it."""
+
+    pages: LayerPages
+    seen: Sequence[jax.Array]
+    places: _Places
+
+
 class ChunkAttention:
     """Builds the attention functions of one layer group. Called once for each layer, in order.
 
@@ -73,7 +82,9 @@ class ChunkAttention:
         self.pages: list[LayerPages] = []
         self.sent: list[tuple[jax.Array, ...]] = []
         self._chunk, self._shards = chunk, shards
+        self._layer: tuple[int, LayerPages, bool] = (0, (), False)  # the number of earlier ones
         self._selection: _Selection | None = None
+        self._stored: dict[int, _Stored] = {}  # by place in the group
         self._in_pages, *in_windows = [
             _Places(
                 table_RN,
@@ -99,66 +110,106 @@ class ChunkAttention:
                 samples, instead of for all tokens.
         """
         places = self._in_windows if windowed else self._in_pages
+        self._layer = (len(self.pages), layer_pages, sends)
 
         def attend(
             q_TNH: jax.Array,
-            k_TKH: jax.Array,
+            k_TKH: jax.Array | None,
             v_TKH: jax.Array | None,
             **how: Unpack[AttendOptions],
         ) -> jax.Array:
-            index, platform = how.get("index"), self._shards.platform
+            assert k_TKH is not None
             kept = tuple(
                 as_kept(part, pages.dtype)
-                for part, pages in zip(seal(k_TKH, v_TKH, index), layer_pages, strict=True)
+                for part, pages in zip(
+                    seal(k_TKH, v_TKH, how.get("index")), layer_pages, strict=False
+                )
             )
             written = self._write(layer_pages, kept, places)
-            self.pages.append(written)
+            stored = _Stored(written, [as_read(part, k_TKH.dtype) for part in kept], places)
+            self._stored[len(self.pages)] = stored
+            self.pages.append(written + layer_pages[len(written) :])
             self.sent.append(tuple(part.swapaxes(0, 1) for part in kept if sends))
-            seen = [as_read(part, k_TKH.dtype) for part in kept]
-            v_TKH, v_pages = (None, None) if how.get("latent") else (seen[1], written[1])
-            i_pages = None if index is None else written[-1]
-            chunk, rows = self._chunk, self._chunk.sampling_R.shape[0]
-            if rows_alone and not q_TNH.shape[0]:
-                return q_TNH
-            follows = how.pop("follows", False)
-            options = cast(AttentionOptions, how)
-            options["index"] = index and index._replace(keys_T1D=seen[-1])
-            if rows_alone:
-                if follows:
-                    options["index"], i_pages = self._index_of_rows()
-                at_R = jnp.take(chunk.positions_T, chunk.sampling_R, mode="clip")
-                return paged_attention(
-                    q_TNH,
-                    written[0],
-                    v_pages,
-                    places.table_RN[:rows],
-                    at_R,
-                    index_pages_PKSH=i_pages,
-                    platform=platform,
-                    **options,
-                )
-            where = chunk.segment_T, chunk.positions_T
-            past = self._past(places.table_RN, written[0], v_pages, i_pages)
-            if (index := options["index"]) is not None and not index.block:
-                assert i_pages is not None
-                chosen = choose_in_chunk(index, *where, past, platform=platform)
-                self._selection = _Selection(index, i_pages, chosen)
-                options["index"], follows = None, True
-            return prefill_attention(
-                q_TNH,
-                seen[0],
-                v_TKH,
-                *where,
-                past,
-                chosen=self._selection.chosen if follows and self._selection else None,
-                packed=chunk.packed,
-                rows=chunk.table_RN.shape[0],
-                platform=platform,
-                device_kind=self._shards.device_kind,
-                **options,
-            )
+            return self._attended(q_TNH, stored, how, rows_alone)
 
         return attend
+
+    def recording(self, shards: Shards) -> Shards:
+        """Returns `shards` with which layers write the experts that they choose to their pages."""
+
+        def record(experts_TJ: jax.Array) -> None:
+            earlier, pages, sends = self._layer
+            if len(self.pages) == earlier:  # a layer that does not attend
+                self.pages.append(pages)
+                self.sent.append(())
+            part = as_kept(experts_as_values(experts_TJ, pages[-1].shape[-1]), pages[-1].dtype)
+            written = self._write(pages[-1:], (part,), self._in_pages)
+            self.pages[-1] = self.pages[-1][:-1] + written
+            self.sent[-1] += (part.swapaxes(0, 1),) * sends
+
+        return replace(shards, record=record)
+
+    def reading(self, source: int, rows_alone: bool) -> Attend:
+        """Returns the attention function of a layer that reads what an earlier layer stored, the
+        layer at place `source` of the group."""
+
+        def attend(
+            q_TNH: jax.Array,
+            k_TKH: jax.Array | None,
+            v_TKH: jax.Array | None,
+            **how: Unpack[AttendOptions],
+        ) -> jax.Array:
+            return self._attended(q_TNH, self._stored[source], how, rows_alone)
+
+        return attend
+
+    def _attended(
+        self, q_TNH: jax.Array, stored: _Stored, how: AttendOptions, rows_alone: bool
+    ) -> jax.Array:
+        pages, seen, places = stored
+        index, platform = how.get("index"), self._shards.platform
+        v_TKH, v_pages = (None, None) if how.get("latent") else (seen[1], pages[1])
+        i_pages = None if index is None else pages[-1]
+        chunk, rows = self._chunk, self._chunk.sampling_R.shape[0]
+        if rows_alone and not q_TNH.shape[0]:
+            return q_TNH
+        follows = how.pop("follows", False)
+        options = cast(AttentionOptions, how)
+        options["index"] = index and index._replace(keys_T1D=seen[-1])
+        if rows_alone:
+            if follows:
+                options["index"], i_pages = self._index_of_rows()
+            at_R = jnp.take(chunk.positions_T, chunk.sampling_R, mode="clip")
+            return paged_attention(
+                q_TNH,
+                pages[0],
+                v_pages,
+                places.table_RN[:rows],
+                at_R,
+                index_pages_PKSH=i_pages,
+                platform=platform,
+                **options,
+            )
+        where = chunk.segment_T, chunk.positions_T
+        past = self._past(places.table_RN, pages[0], v_pages, i_pages)
+        if (index := options["index"]) is not None and not index.block:
+            assert i_pages is not None
+            chosen = choose_in_chunk(index, *where, past, platform=platform)
+            self._selection = _Selection(index, i_pages, chosen)
+            options["index"], follows = None, True
+        return prefill_attention(
+            q_TNH,
+            seen[0],
+            v_TKH,
+            *where,
+            past,
+            chosen=self._selection.chosen if follows and self._selection else None,
+            packed=chunk.packed,
+            rows=chunk.table_RN.shape[0],
+            platform=platform,
+            device_kind=self._shards.device_kind,
+            **options,
+        )
 
     def _index_of_rows(self) -> tuple[Index, jax.Array]:
         """Returns the last indexer's inputs for the last tokens of the rows that sample, and its
@@ -182,7 +233,7 @@ class ChunkAttention:
                 unique=False,
                 platform=self._shards.platform,
             )
-            for pages, part in zip(layer_pages, kept, strict=True)
+            for pages, part in zip(layer_pages, kept, strict=False)
         )
 
     def _past(

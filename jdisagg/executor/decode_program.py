@@ -3,7 +3,8 @@
 The slot state stays on the device between steps. The host can therefore issue the next step before
 it has read the last step's tokens. Pages, hot state and counts are donated and updated in place.
 
-Layers are unrolled, because a scan would copy each layer's weights.
+Layers are unrolled, because a scan would copy each layer's weights. Layers of equal structure are
+traced once (`weights.LayerCalls`).
 
 All rows write their KV before any row attends, and each row attends up to its own position. So a
 step with drafts gives the same tokens as successive steps."""
@@ -28,9 +29,9 @@ from jdisagg.executor.programs import Programs
 from jdisagg.executor.slot_state import RowFormat
 from jdisagg.executor.state_access import recur_over
 from jdisagg.executor.step_attention import StepAttention
-from jdisagg.executor.weights import Weights
+from jdisagg.executor.weights import LayerCalls, Part, Weights
 from jdisagg.messages.step_commands import SlotAdmit, SlotGrow
-from jdisagg.model_api import AdapterRows, Shards
+from jdisagg.model_api import AdapterRows, GivenTokens, Shards
 from jdisagg.ops.quarantine import reveal
 from jdisagg.scheduler.executor import MeshLimits
 from jdisagg.scheduler.speculation import CHAIN
@@ -447,22 +448,12 @@ class DecodePrograms:
         forward, ending = self._forward_body(), self._ending() if whole else None
         weights, programs, rows = self._weights, self._programs, self._rows
 
-        def body(
-            stem: Any,
-            layers: Any,
-            kept: Kept,
-            hot: Any,
-            counts: Any,
-            ints: Any,
-            floats: Any,
-            batch: Any,
-            drafts: Any,
-            x: Any,
-        ) -> Any:
-            passed = forward(stem, layers, kept, hot, ints, floats, batch, drafts, x)
+        def body(stem: Any, layers: Any, kept: Kept, hot: Any, counts: Any, *rest: Any) -> Any:
+            passed = forward(stem, layers, kept, hot, *rest)
             if not weights.ends:
                 return passed.kept, passed.x_TD[None]
             if ending is None:
+                _, _, _, drafts, _ = rest
                 makes_drafts = self._next_tokens is not None and bool(drafts)
                 return passed.kept, *self._logits_of(passed, makes_drafts)
             y_TD = passed.edge.normed(reveal(passed.x_TD))
@@ -487,6 +478,7 @@ class DecodePrograms:
         pools, nowhere = self._pools, self._pools.states.rank_rows
         ring_pages, spec = self._limits.ring_pages, self._limits.kv_spec
         taps = self._weights.taps if self._next_tokens else ()
+        sources = spec.sources_in(self._layers)
 
         def forward(
             stem_leaves: Any,
@@ -504,39 +496,43 @@ class DecodePrograms:
             if rows.adapters:
                 shards = replace(common, adapters=AdapterRows(rows.adapter(row.ints)))
             attention = StepAttention(step, rows, pools, ring_pages, shards.platform)
+            shards = attention.recording(shards) if spec.records else shards
             state_T = jnp.where(row.active, rows.state(row.ints), nowhere)
-            drafted = None
-            if drafts and spec.has_state:
-                drafted = DraftedStates(step, state_T[: batch.shape[1]])
-            new_pages: list[LayerPages] = []
-            new_states: list[LayerPages] = []
-            new_rings: list[LayerPages] = []
+            whole = drafts and spec.has_state
+            drafted = DraftedStates(step, state_T[: batch.shape[1]]) if whole else None
 
-            edge: Any = weights.edge.merge(stem_leaves) if weights.edge else None
-            x_TD = edge.embed(row.token, shards) if weights.begins else x[0]
-            tapped: list[jax.Array] = []
-            for number, (part, leaves, layer_pages, layer_states, layer_rings) in enumerate(
-                zip(layers, layer_leaves, *kept, strict=True)
-            ):
-                tapped += [x_TD] * taps.count(number)
-                layer: Any = part.merge(leaves)
-                keep = new_rings if layer_rings else new_pages
-                attend = attention.over(layer_pages, layer_rings, keep)
+            def compute(
+                part: Part, source: int | None, leaves: Any, x_TD: jax.Array, *of_layer: LayerPages
+            ) -> tuple[Any, ...]:
+                layer_pages, layer_states, layer_rings = of_layer
+                # A layer without KV does not call `attend`, one without state not `recur`.
+                new: tuple[list[LayerPages], list[LayerPages]] = [], []
+                advanced: list[LayerPages] = []
+                lists = new if source is None else (updated[0], updated[2])
+                attend = attention.over(layer_pages, layer_rings, lists, source)
                 if drafted is not None:
                     recur = drafted.over(layer_states)
                 else:
-                    recur = recur_over(layer_states, state_T, None, None, new_states.append)
-                x_TD = layer(x_TD, at_T, attend, shards, row.active, recur=recur)
-                # A layer calls `attend` only if it has KV, and `recur` only if it has recurrent
-                # state.
-                if not layer_pages:
-                    new_pages.append(())
-                if not layer_states:
-                    new_states.append(())
-                if not layer_rings:
-                    new_rings.append(())
-            kept = (new_pages, new_states, new_rings)
-            return _Passed(step, kept, x_TD, edge, shards, tapped, drafted)
+                    recur = recur_over(layer_states, state_T, None, None, advanced.append)
+                layer: Any = part.merge(leaves)
+                x_TD = layer(x_TD, at_T, attend, shards, row.active, recur=recur, **more)
+                (pages,), (states,), (rings,) = new[0] or [()], advanced or [()], new[1] or [()]
+                return x_TD, pages, states, rings
+
+            edge: Any = weights.edge.merge(stem_leaves) if weights.edge else None
+            x_TD = edge.embed(row.token, shards) if weights.begins else x[0]
+            more = {"given": GivenTokens(row.token, x_TD)} if weights.reads_tokens else {}
+            tapped: list[jax.Array] = []
+            updated: Kept = [], [], []
+            calls = LayerCalls(compute, spec.selects or spec.shares or drafted is not None)
+            for number, (part, leaves, *of_layer) in enumerate(
+                zip(layers, layer_leaves, *kept, strict=True)
+            ):
+                tapped += [x_TD] * taps.count(number)
+                x_TD, *of_layer = calls(part, sources[number], leaves, x_TD, *of_layer)
+                for every, one in zip(updated, of_layer, strict=True):
+                    every.append(one)
+            return _Passed(step, updated, x_TD, edge, shards, tapped, drafted)
 
         return forward
 

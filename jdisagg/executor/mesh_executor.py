@@ -17,6 +17,7 @@ from jdisagg.executor.block_sums import ChunkSums, PrefillSums
 from jdisagg.executor.decode_program import DecodePrograms
 from jdisagg.executor.decode_stages import DecodeStages
 from jdisagg.executor.draft_rows import Guess
+from jdisagg.executor.expert_reader import ExpertReader
 from jdisagg.executor.grammar_rows import GrammarRows
 from jdisagg.executor.image_programs import ImagePrograms
 from jdisagg.executor.mixed_program import MixedPrograms
@@ -164,6 +165,8 @@ class MeshExecutor:
             model.vocabulary,
             limits.computed.rows_per_chunk,
         )
+        reads = limits.kv_spec.records
+        self._experts = ExpertReader(last.programs, last.pools, limits) if reads else None
         self._decode = self._decode_stages() if role.decode else None
         self._mixed = (
             MixedPrograms(*last, self._shards, limits, self._rows, self._decode.only)
@@ -177,6 +180,7 @@ class MeshExecutor:
         pools = [(stage.programs, stage.pools) for stage in self._stages]
         self.blocks = MeshBlocks(pools, stage_of, limits, self._groups, channel, self.host)
         part = _part_of_instance(mesh, len(self._stages))
+        part += " experts" * limits.kv_spec.records
         self._saved = SavedBlocks(role.disk, name, self.host, mesh.shape["kv"], part)
         self._threads = WorkThreads(name)
 
@@ -261,6 +265,8 @@ class MeshExecutor:
             if tokens <= width:
                 self._prefill.cut(blocks, groups, 0, 0, tokens)
         self._sampler.warm_up(x)
+        if self._experts is not None:
+            self._experts.warm_up(None)
 
     def warm_pictured(self, width: int, form: ChunkForm) -> None:
         assert self.images is not None
@@ -283,6 +289,8 @@ class MeshExecutor:
         assert self._decode is not None
         self._decode.warm_updates()
         self.blocks.warm_copy()
+        if self._experts is not None:
+            self._experts.warm_up(self._decode.only.hot)
 
     def warm_insert(self, groups: range, tokens: int, kind: KvKind = KvKind.POSITIONS) -> None:
         """Recurrent state is sent without a codec."""
@@ -355,9 +363,10 @@ class MeshExecutor:
                 valid = min(offer.block_tokens, len(row.tokens) - at)
                 stamp = self._sums.stamp(offer.group, command.checksum_key, row.start + at, valid)
                 self._channel.offer(offer.offer_id, block, row.rank, stamp.of_offer(offer.offer_id))
-        return PrefillReading(
-            command, x, chosen, ChunkSums(command, self.limits.granule_tokens, sums), scores=scores
-        )
+        found = ChunkSums(command, self.limits.granule_tokens, sums)
+        experts = self._experts.of_prompts(command) if self._experts else {}
+        start_reading(array for one in experts.values() for array in one.parts)
+        return PrefillReading(command, x, chosen, found, scores=scores, experts=experts)
 
     def _run_decode(self, command: DecodeSteps) -> Waiting:
         assert self._decode is not None, "this instance has no decode programs"
@@ -394,6 +403,8 @@ class MeshExecutor:
         if command.admits or command.grows:
             self._decode.update(command.admits, command.grows)
             self._grammars.admit(command.admits, command.grows)
+            if self._experts is not None:
+                self._experts.note(command)
             for admit in command.admits:
                 wanted = admit.sample.sampling.logprobs
                 self._wanted_logprobs.pop((admit.rank, admit.slot), None)
@@ -407,7 +418,11 @@ class MeshExecutor:
                 tuple(self._wanted_logprobs.get((rank, slot)) for slot in row)
                 for rank, row in enumerate(command.slots)
             )
-        reading = DecodeReading(command, steps, wanted)
+        experts = None
+        if self._experts is not None and self._decode is not None:
+            experts = self._experts.of_steps(command, self._decode.only.hot)
+            start_reading(experts.parts if experts else ())
+        reading = DecodeReading(command, steps, wanted, experts)
         for chosen in steps:
             chosen.start_reading(reading.scored)
         return reading

@@ -27,9 +27,9 @@ from jdisagg.executor.programs import RANK, Programs
 from jdisagg.executor.results import StepChoice
 from jdisagg.executor.slot_state import RowFormat
 from jdisagg.executor.step_attention import StepAttention
-from jdisagg.executor.weights import Weights
+from jdisagg.executor.weights import LayerCalls, Part, Weights
 from jdisagg.messages.step_commands import PrefillChunk
-from jdisagg.model_api import AdapterRows, Attend, AttendOptions, Index, Shards
+from jdisagg.model_api import AdapterRows, Attend, AttendOptions, GivenTokens, Index, Shards
 from jdisagg.ops.quarantine import reveal
 from jdisagg.scheduler.executor import MeshLimits
 
@@ -113,7 +113,7 @@ class MixedPrograms:
 
     def _body(self) -> Any:
         weights, common, rows, pools = self._weights, self._shards, self._rows, self._pools
-        sizes = pools.pages.rank_rows, pools.pages.page_size
+        sizes, spec = (pools.pages.rank_rows, pools.pages.page_size), self._limits.kv_spec
 
         def body(
             stem_leaves: Any,
@@ -138,37 +138,61 @@ class MixedPrograms:
                 own_T = jnp.take(states[:, 3], segment_T, mode="clip")
                 slot_T = jnp.concatenate((own_T, rows.adapter(row.ints)))
                 shards = dataclasses.replace(common, adapters=AdapterRows(slot_T))
-            part = (positions_T, segment_T, table_RN, past_R, continuing, last_R)
-            chunk = ChunkAttention(RankChunk(*part, True), *sizes, shards)
-            both = _MixedAttention(chunk, StepAttention(step, rows, pools, 0, shards.platform))
+            own = (positions_T, segment_T, table_RN, past_R, continuing, last_R)
+            chunk = ChunkAttention(RankChunk(*own, True), *sizes, shards)
+            of_step = StepAttention(step, rows, pools, 0, shards.platform)
+            both = _MixedAttention(chunk, of_step, tokens, row.slot.shape[0])
 
             stem: Any = weights.stem.merge(stem_leaves)
             if isinstance(spatial, tuple):
                 at_T = jnp.concatenate((positions_T, row.at))
             else:
-                of_step = jnp.repeat(rows.turned(row)[:, None], 3, axis=1)
-                at_T = jnp.concatenate((spatial[0], of_step))
+                at_B3 = jnp.repeat(rows.turned(row)[:, None], 3, axis=1)
+                at_T = jnp.concatenate((spatial[0], at_B3))
             valid_T = jnp.concatenate((segment_T >= 0, row.active))
             own_B = tokens + jnp.arange(row.slot.shape[0], dtype=jnp.int32)
             asked_R = jnp.concatenate((last_R, own_B))
-            x_TD = stem.embed(jnp.concatenate((tokens_T, row.token)), shards)
-            count, drafter = len(layer_leaves), weights.next_token
+            tokens_TB = jnp.concatenate((tokens_T, row.token))
+            x_TD = stem.embed(tokens_TB, shards)
+            given = GivenTokens(tokens_TB, x_TD) if weights.reads_tokens else None
+            count, drafter, alone = len(layer_leaves), weights.next_token, False
             tapped: list[jax.Array] = []
-            for number, (model, leaves, pages) in enumerate(
+
+            def compute(
+                part: Part,
+                form: tuple[bool, bool, int | None],
+                leaves: Any,
+                layer_pages: LayerPages,
+                x_TD: jax.Array,
+            ) -> tuple[jax.Array, LayerPages]:
+                ends, rows_alone, source = form
+                layer: Any = part.merge(leaves)
+                attend = both.over(layer_pages, rows_alone, source)
+                more = {} if given is None else {"given": given}
+                now_R = asked_R if ends else None
+                x_TD = layer(x_TD, at_T, attend, shards, valid_T, now_R, **more)
+                # A layer without KV does not call `attend`.
+                if not layer_pages:
+                    chunk.without_kv()
+                return x_TD, chunk.pages.pop()
+
+            calls = LayerCalls(compute, spec.selects or spec.shares)
+            for number, (part, leaves, layer_pages) in enumerate(
                 zip(weights.layers, layer_leaves, kept[0], strict=True)
             ):
-                layer: Any = model.merge(leaves)
                 tapped += [x_TD[:tokens]] * weights.taps.count(number)
-                ends = number == count - 1 and drafter is None
-                attend = both.over(pages, tokens, ends)
-                x_TD = layer(x_TD, at_T, attend, shards, valid_T, asked_R if ends else None)
-                # A layer without KV does not call `attend`.
-                if not pages:
-                    chunk.without_kv()
+                ends = number == spec.last_stored
+                alone |= ends
+                form = ends, alone, spec.layers[number].source
+                x_TD, written = calls(part, form, leaves, layer_pages, x_TD)
+                chunk.pages.append(written)
+                if ends:  # layers after this one have these rows alone
+                    at_T, valid_T = jnp.take(at_T, asked_R, axis=0, mode="clip"), asked_R >= 0
+                    shards, given = shards.of_rows(asked_R), given and given.of_rows(asked_R)
             if drafter is not None:
                 attend = chunk.over(draft_pages[0], True, False)
                 rows_T = (tokens_T, at_T[:tokens], segment_T)
-                layer = drafter.merge(draft_leaves)
+                layer: Any = drafter.merge(draft_leaves)
                 hidden = jnp.concatenate(tapped, -1) if tapped else stem.normed(x_TD[:tokens])
                 compute_draft_kv(stem, layer, hidden, rows_T, attend, common)
                 x_TD = jnp.take(x_TD, asked_R, axis=0, mode="clip")
@@ -181,30 +205,39 @@ class MixedPrograms:
 
 
 class _MixedAttention:
-    def __init__(self, chunk: ChunkAttention, step: StepAttention) -> None:
-        self._chunk, self._step = chunk, step
+    """`tokens` of a chunk, followed by `rows` of a step."""
 
-    def over(self, layer_pages: LayerPages, tokens: int, rows_alone: bool) -> Attend:
-        chunk, step = self._chunk, self._step
+    def __init__(self, chunk: ChunkAttention, step: StepAttention, tokens: int, rows: int) -> None:
+        self._chunk, self._step, self._tokens, self._rows = chunk, step, tokens, rows
+
+    def over(self, layer_pages: LayerPages, rows_alone: bool, source: int | None) -> Attend:
+        chunk, step, tokens = self._chunk, self._step, self._tokens
 
         def attend(
             q_TNH: jax.Array,
-            k_TKH: jax.Array,
+            k_TKH: jax.Array | None,
             v_TKH: jax.Array | None,
             **how: Unpack[AttendOptions],
         ) -> jax.Array:
-            rows = k_TKH.shape[0] - tokens
-            queries = q_TNH.shape[0] - rows
-            v_parts = (None, None) if v_TKH is None else (v_TKH[:tokens], v_TKH[tokens:])
+            queries = q_TNH.shape[0] - self._rows
             of_chunk, of_step = _split(how.get("index"), queries, tokens)
-            # The KV of chunk and step is written before any KV is read, so that XLA copies no
-            # pages.
-            pages = step.write(layer_pages, k_TKH[tokens:], v_parts[1], of_step)
+            if source is not None:
+                pages = chunk.pages[source]
+                attend_chunk, k_part, v_part = chunk.reading(source, rows_alone), None, None
+            else:
+                assert k_TKH is not None
+                k_part = k_TKH[:tokens]
+                v_parts = (None, None) if v_TKH is None else (v_TKH[:tokens], v_TKH[tokens:])
+                v_part, v_own = v_parts
+                # The KV of chunk and step is written before any KV is read, so that XLA copies no
+                # pages.
+                pages = step.write(layer_pages, k_TKH[tokens:], v_own, of_step)
+                attend_chunk = chunk.over(pages, rows_alone, False)
             how["index"] = of_chunk
-            attend_chunk = chunk.over(pages, rows_alone, False)
-            o_chunk = attend_chunk(q_TNH[:queries], k_TKH[:tokens], v_parts[0], **how)
+            o_chunk = attend_chunk(q_TNH[:queries], k_part, v_part, **how)
             how["index"] = of_step
-            return jnp.concatenate((o_chunk, step.read(q_TNH[queries:], chunk.pages[-1], how)))
+            pages = pages if source is not None else chunk.pages[-1]
+            return jnp.concatenate((o_chunk, step.read(q_TNH[queries:], pages, how)))
 
         return attend
 

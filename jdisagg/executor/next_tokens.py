@@ -104,7 +104,7 @@ class NextTokens:
             stem.embed(rows.token, self._shards),  # type: ignore[attr-defined]
             y_TD,
             self._rows.turned(rows),
-            attention.over(pages, rings, written),
+            attention.over(pages, rings, (written, written), None),
             self._shards,
             rows.active,
         )

@@ -3,8 +3,9 @@
 The chain is: group 0 (with the embedding), group 1, ..., then head and sampling for rows that end
 their prompt. Page arrays are never offered.
 
-The last layer computes keys and values for all tokens, but everything else only for the last tokens
-of the rows that sample.
+The last layer with KV or state computes these for all tokens, but everything else only for the last
+tokens of the rows that sample. Layers after it, which read the KV of earlier layers or have no
+attention, compute these tokens only.
 
 The keys and values of a next-token layer depend on the last hidden state of every token, so all
 layers are then computed for all tokens."""
@@ -24,10 +25,10 @@ from jdisagg.executor.image_programs import ImagePrograms
 from jdisagg.executor.page_pool import LayerPages, Pools
 from jdisagg.executor.programs import BLOCK_SPEC, RANK, Programs
 from jdisagg.executor.state_access import recur_over, runs_of
-from jdisagg.executor.weights import Weights
+from jdisagg.executor.weights import LayerCalls, Part, Weights
 from jdisagg.layout.platforms import traits_of
 from jdisagg.messages.step_commands import PrefillChunk, PrefillRow
-from jdisagg.model_api import AdapterRows, Attend, DraftLayer, Shards
+from jdisagg.model_api import AdapterRows, Attend, DraftLayer, GivenTokens, Shards
 from jdisagg.ops.kv_rows import block_of
 from jdisagg.prompt.images import spatial_positions
 from jdisagg.prompt.logprobs import LAST
@@ -233,7 +234,8 @@ class PrefillPrograms:
             embeds = x is None
             program = self._group(group, chunk, of_group, embeds)
             place = self._sums.place(index) if self._sums else ()
-            own = (self._weights.stem.leaves, tokens) if embeds or self._drafts(group) else ()
+            embedded = embeds or self._embeds(group)
+            own = (self._weights.stem.leaves, tokens) if embedded else ()
             before = () if x is None else x
             x, new_pages, new_states, block, of_block = program(
                 layers, pages, states, before, *meta, sampling, spatial, of_group, key, place, *own
@@ -290,11 +292,12 @@ class PrefillPrograms:
             lambda: self._programs.compile(body, arguments, (stem.specs, RANK), RANK),
         )
 
-    def _drafts(self, group: range) -> bool:
-        return len(self._weights.layers) in group
+    def _embeds(self, group: range) -> bool:
+        """Whether the group embeds tokens for its layers."""
+        return len(self._weights.layers) in group or self._weights.reads_tokens
 
     def _group(self, group: range, chunk: ChunkArrays, deep: Any, embeds: bool) -> Any:
-        parts, drafts = self._weights[group], self._drafts(group)
+        parts, embedded = self._weights[group], embeds or self._embeds(group)
         width, last = chunk.tokens.shape[1], group.stop == len(self._pool.spec.layers)
         # Only the last group's program depends on which tokens are sampled.
         form = chunk.form if last else ChunkForm(chunk.form.packed)
@@ -326,11 +329,11 @@ class PrefillPrograms:
                 deep_spec,
                 *key_specs,
             )
-            in_specs += (self._weights.stem.specs, RANK) if drafts or embeds else ()
+            in_specs += (self._weights.stem.specs, RANK) if embedded else ()
             emitted = [BLOCK_SPEC] if self._emit else []
             out_specs = (RANK, page_specs, state_specs, emitted, sum_specs)
             arguments = ([part.leaves for part in parts], pages, states, x, *meta, deep, *keys)
-            arguments += (self._weights.stem.leaves, chunk.tokens) if drafts or embeds else ()
+            arguments += (self._weights.stem.leaves, chunk.tokens) if embedded else ()
             # The last group returns fewer activations than its input has. A group with taps returns
             # more.
             donate = (1, 2) if last or within or embeds else (1, 2, 3)
@@ -341,7 +344,8 @@ class PrefillPrograms:
         return self._programs.get(key, build)
 
     def _group_body(self, group: range, form: ChunkForm) -> Any:
-        parts, last = self._weights[group], len(self._pool.spec.layers) - 1
+        parts, stored = self._weights[group], self._pool.spec.last_stored
+        sources = self._pool.spec.sources_in(group)
         weights, layers = self._weights, len(self._weights.layers)
         common, sums, page_size = self._shards, self._sums, self._pool.page_size
         tables, (rows, window_rows) = self._tables, self._rank_rows
@@ -350,7 +354,7 @@ class PrefillPrograms:
         apart = [tables > 1 and layer.window is not None for layer in self._pool.spec.layers]
         grain, keeps = self._grain if form.packed else self._long_grain, self._keeps
         adapters = self._adapters
-        taps, width = weights.taps, weights.width
+        taps, width, records = weights.taps, weights.width, self._pool.spec.records
 
         def body(
             leaves: Sequence[Sequence[jax.Array]],
@@ -383,6 +387,7 @@ class PrefillPrograms:
             rank_chunk = RankChunk(*ours, form.packed)
             windows = (others[0], window_rows) if others else None
             attention = ChunkAttention(rank_chunk, rows, page_size, shards, windows)
+            shards = attention.recording(shards) if records else shards
             begun_R = past_R[: slot_R.shape[0]]
             runs = runs_of(segment_T, positions_T, begun_R, grain, stop_R if keeps else None)
             kept = kept_R if keeps else None
@@ -391,44 +396,72 @@ class PrefillPrograms:
             if tokens is not None and isinstance(x, tuple):
                 x = weights.stem.merge(stem_leaves).embed(tokens[0], shards)[None]  # type: ignore[attr-defined]
             x_TD, *tapped = jnp.split(x[0], x.shape[-1] // width, axis=-1)
-            for index, part, part_leaves, layer_pages, layer_states, kind in zip(
-                group, parts, leaves, pages, states, kinds, strict=True
+            valid_T, alone, given = segment_T >= 0, False, None
+            if weights.reads_tokens and tokens is not None:
+                own: Any = weights.stem.merge(stem_leaves)
+                given = GivenTokens(tokens[0], own.embed(tokens[0], shards))
+
+            def compute(
+                part: Part,
+                form_of_layer: tuple[bool, bool, bool, bool, int | None],
+                leaves: Sequence[jax.Array],
+                layer_pages: LayerPages,
+                layer_states: LayerPages,
+                x_TD: jax.Array,
+            ) -> tuple[jax.Array, LayerPages, LayerPages, LayerPages]:
+                asks, rows_alone, sends, windowed, source = form_of_layer
+                advanced: list[LayerPages] = []
+                layer: Any = part.merge(leaves)
+                recur = recur_over(layer_states, slot_R, begun_R == 0, runs, advanced.append, kept)
+                if source is None:
+                    attend = attention.over(layer_pages, rows_alone, sends, windowed)
+                else:
+                    attend = attention.reading(source, rows_alone)
+                asked_R, more = rows_R if asks else None, {} if given is None else {"given": given}
+                x_TD = layer(x_TD, turned_T, attend, shards, valid_T, asked_R, recur, **more)
+                # A layer calls `attend` only if it has KV, and `recur` only if it has recurrent
+                # state.
+                if not layer_pages:
+                    attention.without_kv()
+                (state_of,) = advanced or [()]
+                return x_TD, attention.pages.pop(), attention.sent.pop(), state_of
+
+            spec_of_all = self._pool.spec
+            calls = LayerCalls(compute, spec_of_all.selects or spec_of_all.shares)
+            for index, source, part, part_leaves, layer_pages, layer_states, kind in zip(
+                group, sources, parts, leaves, pages, states, kinds, strict=True
             ):
-                layer: Any = part.merge(part_leaves)
                 tapped += [x_TD] * taps.count(index)
-                asked_R = rows_R if index == last and not form.every_token else None
+                of_rows = index == stored and not form.every_token
+                asks, sends = of_rows and (index == layers or not records), bool(kind.components)
+                alone |= asks
                 if index == layers:
                     assert tokens is not None
-                    sends = bool(kind.components)
                     attend = attention.over(layer_pages, True, sends, apart[index])
+                    layer: Any = part.merge(part_leaves)
                     stem: Any = weights.stem.merge(stem_leaves)
                     y_TD = jnp.concatenate(tapped, axis=-1) if taps else stem.normed(x_TD)
                     compute_draft_kv(
                         stem, layer, y_TD, (tokens[0], turned_T, segment_T), attend, common
                     )
                     tapped = []
-                    x_TD = x_TD if asked_R is None else jnp.take(x_TD, asked_R, 0, mode="clip")
+                    x_TD = _rows_of(x_TD, rows_R if asks else None)
                     new_states.append(())
                     continue
-                x_TD = layer(
-                    x_TD,
-                    turned_T,
-                    attention.over(
-                        layer_pages, asked_R is not None, bool(kind.components), apart[index]
-                    ),
-                    shards,
-                    segment_T >= 0,
-                    asked_R,
-                    recur_over(layer_states, slot_R, begun_R == 0, runs, new_states.append, kept),
+                form_of_layer = (asks, alone, sends, apart[index], source)
+                x_TD, written, sent, state_of = calls(
+                    part, form_of_layer, part_leaves, layer_pages, layer_states, x_TD
                 )
+                attention.pages.append(written)
+                attention.sent.append(sent)
+                new_states.append(state_of)
                 if not isinstance(deep, tuple) and index < deep.shape[2]:
-                    x_TD = x_TD + _rows_of(deep[0, :, index], asked_R)
-                # A layer calls `attend` only if it has KV, and `recur` only if it has recurrent
-                # state.
-                if not layer_pages:
-                    attention.without_kv()
-                if not layer_states:
-                    new_states.append(())
+                    x_TD = x_TD + _rows_of(deep[0, :, index], rows_R if alone else None)
+                if of_rows:  # layers after this one have these rows alone
+                    if not alone:
+                        x_TD, alone = _rows_of(x_TD, rows_R), True
+                    turned_T, valid_T = _rows_of(turned_T, rows_R), rows_R >= 0
+                    shards, given = shards.of_rows(rows_R), given and given.of_rows(rows_R)
             if tapped:
                 x_TD = jnp.concatenate((x_TD, *tapped), axis=-1)
             if sums is None:

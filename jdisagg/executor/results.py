@@ -3,7 +3,7 @@ blocking. The completion thread waits for the arrays and converts them to plain 
 
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import jax
@@ -12,6 +12,7 @@ import numpy as np
 
 from jdisagg.executor.block_sums import ChunkSums, Found
 from jdisagg.executor.choose import Chosen, read_row
+from jdisagg.executor.expert_reader import ExpertArrays
 from jdisagg.executor.prompt_scorer import read_scores
 from jdisagg.messages.step_commands import (
     NO_TOKEN,
@@ -67,10 +68,12 @@ class PrefillReading:
     sums: ChunkSums
     in_order: bool = True
     scores: tuple[jax.Array, ...] = ()  # of `PromptScorer.run`
+    experts: dict[int, ExpertArrays] = field(default_factory=dict)  # by sequence
 
     def is_ready(self) -> bool:
         last = self.last if self.chosen is None else self.chosen.token
-        return all(map(is_ready, (last, *self.sums.groups, *self.scores)))
+        experts = [array for one in self.experts.values() for array in one.parts]
+        return all(map(is_ready, (last, *self.sums.groups, *self.scores, *experts)))
 
     def result(self) -> PrefillResult:
         prompts = read_scores(self.command, self.scores) if self.scores else ()
@@ -85,14 +88,12 @@ class PrefillReading:
                 column = used.get(row.rank, 0)
                 used[row.rank] = column + 1
                 token = host.token(row.rank, column)
-                samples.append(
-                    SampledToken(
-                        row.sequence,
-                        spec.child,
-                        token,
-                        host.logprobs((row.rank, column), spec.sampling.logprobs),
-                    )
-                )
+                logprobs = host.logprobs((row.rank, column), spec.sampling.logprobs)
+                if logprobs is not None and row.sequence in self.experts:
+                    read, count = self.experts[row.sequence], row.start + len(row.tokens)
+                    experts = read.record(read.host(row.rank)[:count])
+                    logprobs = msgspec.structs.replace(logprobs, experts=experts)
+                samples.append(SampledToken(row.sequence, spec.child, token, logprobs))
         return PrefillResult(self.command.step, tuple(samples), self.sums.read(), prompts)
 
 
@@ -163,11 +164,12 @@ class StepChoice:
 class DecodeReading:
     """The tokens of one or more decode steps, which are read together. `wanted` is, for each row,
     the number of most likely tokens whose log-probabilities the request asks for, or None for
-    none; empty if no row asks."""
+    none; empty if no row asks. `experts` are those of the last positions of each slot."""
 
     command: DecodeSteps
     steps: list[StepChoice]
     wanted: tuple[tuple[int | None, ...], ...]
+    experts: ExpertArrays | None = None
     in_order: bool = True
 
     @property
@@ -175,7 +177,8 @@ class DecodeReading:
         return any(count is not None for row in self.wanted for count in row)
 
     def is_ready(self) -> bool:
-        return self.steps[-1].is_ready()
+        experts = self.experts.parts if self.experts else []
+        return self.steps[-1].is_ready() and all(map(is_ready, experts))
 
     def result(self) -> DecodeResult:
         # All tokens are converted at once, because token by token took 2 ms for 8 ranks of 256
@@ -204,7 +207,38 @@ class DecodeReading:
             )
             for rank, indices in rows
         )
+        if self.experts is not None:
+            logprobs = self._with_experts(self.experts, tokens, logprobs)
         return DecodeResult(self.command.step, tokens, logprobs)
+
+    def _with_experts(
+        self,
+        experts: ExpertArrays,
+        tokens: tuple[tuple[Tokens, ...], ...],
+        logprobs: tuple[tuple[tuple[TokenLogprobs | None, ...], ...], ...],
+    ) -> tuple[tuple[tuple[TokenLogprobs | None, ...], ...], ...]:
+        """Adds to each row's log-probabilities the experts of the positions before its tokens,
+        which are the row's last positions."""
+        made: list[tuple[tuple[TokenLogprobs | None, ...], ...]] = []
+        for rank, (slots, rows) in enumerate(zip(self.command.slots, logprobs, strict=True)):
+            of_slots, of_rank = experts.host(rank), []
+            for slot, of_row, row in zip(slots, rows, tokens[rank], strict=True):
+                first = of_slots.shape[1] - sum(token != NO_TOKEN for token in row)
+                if (rank, slot) not in experts.asked:
+                    of_rank.append(of_row)
+                    continue
+                records = [
+                    experts.record(of_slots[slot, at : at + 1])
+                    for at in range(first, first + len(of_row))
+                ]
+                of_rank.append(
+                    tuple(
+                        one and msgspec.structs.replace(one, experts=record)
+                        for one, record in zip(of_row, records, strict=True)
+                    )
+                )
+            made.append(tuple(of_rank))
+        return tuple(made)
 
 
 @dataclass

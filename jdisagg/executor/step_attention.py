@@ -1,6 +1,7 @@
 """Attention of a decode step over the KV pages: writes the keys and values of the step's rows, then
 attends from each row up to its own position."""
 
+from dataclasses import replace
 from functools import partial
 from typing import NamedTuple, Unpack, cast
 
@@ -8,9 +9,10 @@ import jax
 import jax.numpy as jnp
 
 from jdisagg.executor.draft_rows import DraftRows
+from jdisagg.executor.expert_reader import experts_as_values
 from jdisagg.executor.page_pool import LayerPages, PagePool, Pools
 from jdisagg.executor.slot_state import BatchRows, RowFormat
-from jdisagg.model_api import Attend, AttendOptions, AttentionOptions, Index
+from jdisagg.model_api import Attend, AttendOptions, AttentionOptions, Index, Shards
 from jdisagg.ops.kv_pages import decode_coordinates, write_tokens
 from jdisagg.ops.paged_attention import paged_attention, paged_selection
 from jdisagg.ops.quarantine import seal
@@ -35,22 +37,51 @@ class StepAttention:
         self._in_rings = _places(ring_TN, row, pools.rings)
         self._positions_BQ = step.positions_BQ
         self._selected: Selected | None = None  # by the last layer with an indexer of positions
+        # Pages of the present layer, those of earlier layers, and their number.
+        self._layer: tuple[LayerPages, list[LayerPages], int] = ((), [], 0)
 
-    def over(self, pages: LayerPages, rings: LayerPages, keep: list[LayerPages]) -> Attend:
-        """The function appends the updated page arrays to `keep`."""
+    def over(
+        self,
+        pages: LayerPages,
+        rings: LayerPages,
+        new: tuple[list[LayerPages], list[LayerPages]],
+        source: int | None,
+    ) -> Attend:
+        """Returns the attention function of the next layer. It appends the updated page arrays to
+        one of the lists in `new`: that of pages or that of rings. The function of a layer that
+        reads the KV of an earlier layer, at place `source` of these lists, only reads."""
+        if source is not None:
+            pages, rings = (of_layers[source] for of_layers in new)
         layer_pages, places = (rings, self._in_rings) if rings else (pages, self._in_pages)
+        keep = new[1] if rings else new[0]
+        self._layer = (layer_pages, keep, len(keep))
 
         def attend(
             q_TNH: jax.Array,
-            k_TKH: jax.Array,
+            k_TKH: jax.Array | None,
             v_TKH: jax.Array | None,
             **how: Unpack[AttendOptions],
         ) -> jax.Array:
+            if source is not None:
+                return self._attend(q_TNH, layer_pages, places, how)
+            assert k_TKH is not None
             written = _write(layer_pages, places, k_TKH, v_TKH, how.get("index"))
-            keep.append(written)
+            keep.append(written + layer_pages[len(written) :])
             return self._attend(q_TNH, written, places, how)
 
         return attend
+
+    def recording(self, shards: Shards) -> Shards:
+        """Returns `shards` with which layers write the experts that they choose to their pages."""
+
+        def record(experts_TJ: jax.Array) -> None:
+            pages, keep, earlier = self._layer
+            if len(keep) == earlier:  # a layer that does not attend
+                keep.append(pages)
+            part = experts_as_values(experts_TJ, pages[-1].shape[-1])
+            keep[-1] = keep[-1][:-1] + _write(pages[-1:], self._in_pages, part, None, None)
+
+        return replace(shards, record=record)
 
     def write(
         self, pages: LayerPages, k_TKH: jax.Array, v_TKH: jax.Array | None, index: Index | None
@@ -98,7 +129,7 @@ def _write(
 ) -> LayerPages:
     return tuple(
         write_tokens(pages, part, places.page_B, places.slot_B, unique=True)
-        for pages, part in zip(layer_pages, seal(k_TKH, v_TKH, index), strict=True)
+        for pages, part in zip(layer_pages, seal(k_TKH, v_TKH, index), strict=False)
     )
 
 

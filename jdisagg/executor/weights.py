@@ -4,10 +4,10 @@ which is merged into a module again when the program is traced.
 A part is one layer, or the rest of the model outside the layers (stem). Layers of the same form
 have equal `structure`, so that they can share a compiled program. No weight is copied."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, cached_property
-from typing import NamedTuple
+from functools import cache, cached_property, partial
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -91,6 +91,7 @@ class Weights:
         held: Indices of the layers on the mesh that uses these weights. With one pipeline stage,
             these are all layers.
         next_token: The layer that drafts tokens. Its KV comes after the KV of `layers`.
+        reads_tokens: Whether layers read the step's tokens and their embeddings.
     """
 
     stem: Part
@@ -101,6 +102,7 @@ class Weights:
     held: range
     next_token: Part | None = None
     vision: VisionParts | None = None
+    reads_tokens: bool = False
 
     @property
     def parts(self) -> tuple[Part, ...]:
@@ -135,6 +137,31 @@ class Weights:
         """The layer that drafts tokens, if any, has the index after the last layer."""
         every = self.layers if self.next_token is None else (*self.layers, self.next_token)
         return [every[index] for index in group]
+
+
+class LayerCalls:
+    """Computes the layers of one program. Layers of equal structure and form are traced and lowered
+    once. XLA inlines the calls before it optimizes, so the compiled program is the same as that of
+    unrolled layers.
+
+    Args:
+        compute: Function of a layer's part, a form (static) and arrays. It must return all that it
+            computes, and may read arrays of the surrounding program.
+        unrolled: Whether `compute` also passes arrays from layer to layer in other ways, so that
+            each layer must be traced.
+    """
+
+    def __init__(self, compute: Callable[..., Any], unrolled: bool) -> None:
+        self._compute, self._unrolled = compute, unrolled
+        self._traced: dict[Hashable, Callable[..., Any]] = {}
+
+    def __call__(self, part: Part, form: Hashable, *arrays: Any) -> Any:
+        if self._unrolled:
+            return self._compute(part, form, *arrays)
+        key = part.structure, form
+        if key not in self._traced:
+            self._traced[key] = jax.jit(partial(self._compute, part, form))
+        return self._traced[key](*arrays)
 
 
 def split_model(
@@ -172,7 +199,8 @@ def split_model(
         deep = tuple(_part(merger, layout) for merger in eyes.deep_mergers)
         patches, merger = _part(eyes.patches, layout), _part(eyes.merger, layout)
         vision = VisionParts(patches, blocks, merger, deep, eyes.deep_after)
-    return Weights(stem, head, layers, x.shape[-1], x.dtype, held, next_token, vision)
+    more = (held, next_token, vision, model.reads_tokens)
+    return Weights(stem, head, layers, x.shape[-1], x.dtype, *more)
 
 
 def _part(module: object, layout: Layout) -> Part:

@@ -29,6 +29,7 @@ from jdisagg.guide.advice import (
     verdict_of,
 )
 from jdisagg.guide.facts import GUIDE_HARDWARE, GUIDE_LINKS, GUIDE_MODELS, check_choice
+from jdisagg.messages.ports import SessionCall, SessionReport
 from jdisagg.messages.worker_status import WorkerStatus
 from jdisagg.request import Request, StreamEvent
 from jdisagg.simulator.cluster import SimulatedCluster
@@ -261,6 +262,9 @@ class _Watched:
 
     async def reset_cache(self) -> int:
         return await self.front.reset_cache()
+
+    async def session(self, call: SessionCall) -> tuple[SessionReport, ...]:
+        return await self.front.session(call)
 
     async def drain(self) -> None:
         await self.front.drain()

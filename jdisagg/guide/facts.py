@@ -12,10 +12,10 @@ import numpy as np
 
 from jdisagg.costs.catalog import geometry
 from jdisagg.costs.cost_model import CostModel, wire_bytes_per_token
-from jdisagg.costs.exposed import exposed_seconds
 from jdisagg.costs.hardware import Accelerator, Efficiency, accelerator, link
 from jdisagg.costs.kv_facts import kv_formula, link_uses, sent_part
 from jdisagg.costs.model_geometry import CostGeometry, LatentAttention
+from jdisagg.costs.speeds import exposed_seconds
 from jdisagg.errors import InvalidRequestError
 from jdisagg.simulator.planning.bounds import alone_seconds
 from jdisagg.simulator.planning.candidates import WHOLE_CHUNK, Fitting, Site, fitting_layouts

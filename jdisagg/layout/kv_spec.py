@@ -19,7 +19,7 @@ import enum
 import functools
 import itertools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from jdisagg.errors import ConfigError
 
@@ -33,6 +33,12 @@ KEPT_NAMES = {dtype: name for name, dtype in KEPT_DTYPES.items()}
 KV_SCALES_FILE = "kv_scales.json"
 # Bits of one value of a quantized weight matrix.
 WEIGHT_BITS = {"int8": 8, "int4": 4, "fp8": 8}
+# Name of the component with the experts chosen for a token. It is the last one of its layer. Its
+# width is a multiple of RECORD_GRAIN or of a row's width, so that rows of blocks stay long.
+EXPERTS = "experts"
+RECORD_GRAIN = 16
+# Largest number that every type of KV represents exactly, with all below it.
+EXACT = 256
 # Bits of a value under each codec (transfer/codec.py). None keeps the KV's own type.
 CODEC_BITS: dict[str, int | None] = {"none": None, "int8": 8, "fp8": 8, "int4": 4}
 
@@ -81,11 +87,21 @@ class KVLayer:
         components: Arrays with one entry per position.
         window: Number of positions that a token attends to, including its own. None means all.
         state: Arrays with one entry per sequence, in recurrent layers.
+        experts: Number of experts that the layer chooses for a token, and number of its experts.
+            None in a layer without experts.
+        source: Index of the earlier layer whose keys and values this layer, which has none of its
+            own, attends to.
     """
 
     components: tuple[KVComponent, ...]
     window: int | None = None
     state: tuple[KVComponent, ...] = ()
+    experts: tuple[int, int] | None = None
+    source: int | None = None
+
+    @property
+    def records(self) -> bool:
+        return bool(self.components) and self.components[-1].name == EXPERTS
 
 
 @dataclass(frozen=True)
@@ -120,6 +136,42 @@ class KVSpec:
         return KVSpec(tuple(KVLayer(layer.state) for layer in self.layers), self.dtype)
 
     @functools.cached_property
+    def choices(self) -> tuple[tuple[int, int], ...]:
+        """The `KVLayer.experts` of the layers with experts."""
+        return tuple(layer.experts for layer in self.layers if layer.experts)
+
+    @functools.cached_property
+    def records(self) -> bool:
+        """Whether the experts chosen for each token are stored beside its KV."""
+        return any(layer.records for layer in self.layers)
+
+    def recording(self) -> "KVSpec":
+        """Returns this spec with a component for the chosen experts in each layer with experts.
+
+        Their numbers are stored as values of the spec's type, which represents them exactly: as
+        quotient and remainder by `EXACT` if the layer has more experts.
+
+        Raises:
+            ConfigError: No layer has experts.
+        """
+        if not self.choices:
+            raise ConfigError(
+                "routed_experts: the model has no layer with experts, so that there is nothing to"
+                " record; remove it"
+            )
+        grain = self.row_heads * math.gcd(self.row_width, RECORD_GRAIN)
+
+        def recorded(layer: KVLayer) -> KVLayer:
+            if layer.experts is None:
+                return layer
+            chosen, experts = layer.experts
+            values = chosen * (1 if experts <= EXACT else 2)
+            part = KVComponent(EXPERTS, 0, -(-values // grain) * grain)
+            return replace(layer, components=(*layer.components, part))
+
+        return KVSpec(tuple(map(recorded, self.layers)), self.dtype)
+
+    @functools.cached_property
     def windowed(self) -> "KVSpec":
         """Spec of the layers with a sliding window. Other layers have no components."""
         return self._of([layer.window is not None for layer in self.layers])
@@ -149,7 +201,9 @@ class KVSpec:
     def _of(self, wanted: list[bool]) -> "KVSpec":
         return KVSpec(
             tuple(
-                KVLayer(layer.components, layer.window) if keep else KVLayer(())
+                KVLayer(layer.components, layer.window, source=layer.source)
+                if keep
+                else KVLayer((), source=layer.source)
                 for layer, keep in zip(self.layers, wanted, strict=True)
             ),
             self.dtype,
@@ -160,6 +214,16 @@ class KVSpec:
         return bool(self.state.components)
 
     @functools.cached_property
+    def shares(self) -> bool:
+        """Whether layers read the KV of earlier layers."""
+        return any(layer.source is not None for layer in self.layers)
+
+    @functools.cached_property
+    def selects(self) -> bool:
+        """Whether layers have indexers, which select the positions to attend to."""
+        return any(part.name == "index" for layer in self.layers for part in layer.components)
+
+    @functools.cached_property
     def positioned(self) -> tuple[int, ...]:
         """Indices of the layers that store KV per position, as opposed to recurrent state only."""
         return tuple(index for index, layer in enumerate(self.layers) if layer.components)
@@ -168,19 +232,33 @@ class KVSpec:
     def cuts(self) -> tuple[int, ...]:
         """Indices of the layers with KV after which the layers can be cut into programs. A layer
         that attends to the positions which an earlier layer selected, and so has no key of an
-        indexer, is in the same program as this layer."""
-        own = [
-            bool({"index", "k"} & {part.name for part in self.layers[at].components})
-            for at in self.positioned
-        ]
+        indexer, is in the same program as this layer. So is a layer that reads the KV of an earlier
+        layer."""
+        sources = [layer.source for layer in self.layers if layer.source is not None]
+        first, last = min(sources, default=len(self.layers)), self.positioned[-1:]
+        names = [{part.name for part in self.layers[at].components} for at in self.positioned]
+        own = [bool({"index", "k"} & each) or each == {EXPERTS} for each in names]
         follows = [not is_own and any(own) for is_own in own]
         return tuple(
             [
                 at
                 for at, then in zip(self.positioned, [*follows[1:], False], strict=True)
-                if not then
+                if not then and (at < first or at in last)
             ]
         )
+
+    def sources_in(self, layers: range) -> list[int | None]:
+        """Returns, for each of `layers`, the place among them of the layer whose KV it reads, or
+        None if it reads its own."""
+        sources = [self.layers[at].source for at in layers]
+        return [None if source is None else source - layers.start for source in sources]
+
+    @functools.cached_property
+    def last_stored(self) -> int:
+        """Index of the last layer that stores KV or state. A prefill computes all layers after it
+        only for the tokens that it samples from."""
+        stored = [at for at, layer in enumerate(self.layers) if layer.components or layer.state]
+        return max(stored, default=-1)
 
     @functools.cached_property  # asked for with every block
     def bytes_per_token(self) -> int:

@@ -1,38 +1,68 @@
-"""Control messages by which two processes agree on a KV transfer. A `KvLink` carries them. Does not
-import JAX.
+"""The protocol by which one KV block moves from a sender to a receiver. Does not import JAX.
 
-Before the first pull of receiver process R from sender process S:
+`WORKFLOW` is the protocol: states, events, who acts, and the message to the other end. The
+workers of two meshes follow it for each block of a hand-off, over the peer port
+(`messages/ports.py`: Offer, OfferChecksum, acknowledge, abort). For each pull of a block, the
+processes of the two meshes follow it over a `KvLink`, by the messages below. Any of these may be
+lost, late or duplicated. Ids are therefore used once, every wait has a deadline, and an event that
+`WORKFLOW` does not name for a state changes nothing.
 
-- R -> S Open: R announces that it will pull from S.
-- S -> R  Opened: the address to pull from.
+A receiver process sends Leave when it makes no more pulls over a connection.
 
-One pull of R from each sender process S of the peer's instance:
-
-- R -> S PullRequest: the KV that R needs for its own devices. A new random id identifies the pull,
-  also on the data plane.
-- S -> R Posted: the location of the bytes (an empty list of pieces if S has none for R), or
-- S -> R Refused: the reason. S also sends Refused after Posted if it revokes the offered KV.
-- R -> S Pulled: everything arrived, and S frees the posted pieces, or
-- R -> S Withdraw: R gave up the pull, and S withdraws the posted pieces.
-- R -> S Leave: R makes no more pulls, and S frees its state for R.
-
-A pull ahead saves one round trip: if R already has the address and the list of pieces, it sends its
-request and starts the data-plane pull at the same time. S then posts the pieces and sends no reply.
-If S refuses or receives Withdraw, it posts an error under the pull's id, because R's pull would
-otherwise wait in the transfer engine forever.
-
-This is the exchange for JAX's transfer engine. Other backends use the same messages. With shared
-memory, S replies at once and sets the region's first byte when all bytes are written; R sends
-Pulled after its last read. With NIXL, R reads the bytes that S wrote into registered memory.
-
-Any message may be lost, late or duplicated. Ids are therefore used once, and every wait has a
-deadline. A device number is the number that JAX gives the device in the process that owns it."""
+A device number is the number that JAX gives the device in the process that owns it."""
 
 import enum
 from typing import Protocol
 
 from jdisagg.layout.mesh_card import KvEnd
 from jdisagg.plain import Message
+
+
+class BlockState(enum.Enum):
+    __hash__ = object.__hash__  # by identity, which is fast, because lookups are frequent
+    OFFERED = "the receiver knows the block"
+    ASKED = "the receiver waits for the block"
+    RESERVED = "the sender has memory for the requested pieces"
+    POSTED = "the receiver may read the pieces, and the sender must not change them"
+    ARRIVED = "the block is on the receiver's devices, and the sender may free the pieces"
+    VERIFIED = "the block is intact in the receiver's pages, and the sender may free the block"
+    LOST = "the pull failed; the receiver may ask again, under a new id"
+
+
+class BlockEvent(enum.Enum):
+    __hash__ = object.__hash__
+    ASK = "the receiver asks, again if no answer came"
+    RESERVE = "the sender reserves memory"
+    POST = "the sender answers"
+    ARRIVE = "all bytes have arrived"
+    VERIFY = "the checksum in the pages is the one that the sender computed"
+    REFUSE = "the sender has no such block, or revokes it"
+    GIVE_UP = "a deadline has passed, the receiver lost interest, or the block is not intact"
+
+
+_S, _E = BlockState, BlockEvent
+_PULLED = (_S.ASKED, _S.RESERVED, _S.POSTED)
+# (state, event): (who acts, next state, message)
+WORKFLOW: dict[tuple[BlockState, BlockEvent], tuple[str, BlockState, str]] = {
+    (_S.OFFERED, _E.ASK): ("receiver", _S.ASKED, "PullRequest"),
+    **{(state, _E.ASK): ("receiver", state, "PullRequest") for state in _PULLED},
+    (_S.ASKED, _E.RESERVE): ("sender", _S.RESERVED, ""),
+    (_S.ASKED, _E.POST): ("sender", _S.POSTED, "Posted"),
+    (_S.RESERVED, _E.POST): ("sender", _S.POSTED, "Posted"),
+    (_S.ASKED, _E.ARRIVE): ("receiver", _S.ARRIVED, "Pulled"),  # needs no answer
+    (_S.POSTED, _E.ARRIVE): ("receiver", _S.ARRIVED, "Pulled"),
+    (_S.ARRIVED, _E.VERIFY): ("receiver", _S.VERIFIED, "acknowledge"),
+    **{(state, _E.REFUSE): ("sender", _S.LOST, "Refused") for state in _PULLED},
+    **{(state, _E.GIVE_UP): ("either", _S.LOST, "Withdraw") for state in _PULLED},
+    (_S.ARRIVED, _E.GIVE_UP): ("receiver", _S.LOST, ""),
+    (_S.LOST, _E.ASK): ("receiver", _S.ASKED, "PullRequest"),
+}
+
+
+def after(state: BlockState, event: BlockEvent) -> BlockState | None:
+    """Returns the next state. None if the event is late or repeated, and changes nothing."""
+    found = WORKFLOW.get((state, event))
+    return found[1] if found is not None else None
 
 
 class KvBackend(enum.StrEnum):
@@ -61,23 +91,6 @@ class PostedPiece(Message, frozen=True):
     part: int
 
 
-class Open(Message, frozen=True):
-    """Opens a connection from the receiver to the sender process with boot id `sender_boot_id`.
-    `link` is the connection's number. The data plane uses `transports` parallel connections."""
-
-    sender_boot_id: int
-    link: int
-    transports: int
-
-
-class Opened(Message, frozen=True):
-    """Reply to `Open`. The sender's transfer server for connection number `link` listens at
-    `address` (host:port)."""
-
-    link: int
-    address: str
-
-
 class PullRequest(Message, frozen=True):
     """Request of one receiver process to one sender process for the KV of one offered block.
 
@@ -99,10 +112,6 @@ class PullRequest(Message, frozen=True):
             process.
         turn: Index of the sender's preferred replica. Different values spread the load over the
             replicas.
-        address: Address of the transfer server from which a pull ahead has started. Empty for other
-            pulls.
-        pieces: Pieces of a pull ahead, in the order in which the receiver pulls them. Empty for
-            other pulls.
     """
 
     pull_id: int
@@ -121,8 +130,6 @@ class PullRequest(Message, frozen=True):
     wanted: tuple[Wanted, ...]
     process: int
     turn: int
-    address: str = ""
-    pieces: tuple[PostedPiece, ...] = ()
     backend: KvBackend = KvBackend.ENGINE
 
 
@@ -192,11 +199,9 @@ class Pulled(Message, frozen=True):
 
 
 class Withdraw(Message, frozen=True):
-    """Reports that the receiver gave up the pull. `ahead` means that the pull already waits in the
-    transfer engine. Such a wait ends only when the sender posts data or an error."""
+    """Reports that the receiver gave up the pull."""
 
     pull_id: int
-    ahead: bool = False
 
 
 class Leave(Message, frozen=True):
@@ -205,7 +210,7 @@ class Leave(Message, frozen=True):
     link: int
 
 
-KvMessage = Open | Opened | PullRequest | Posted | Refused | Pulled | Withdraw | Leave
+KvMessage = PullRequest | Posted | Refused | Pulled | Withdraw | Leave
 
 
 class KvEnvelope(Message, frozen=True):
@@ -220,4 +225,23 @@ class KvPlanePort(Protocol):
     async def send(self, envelope: KvEnvelope) -> None:
         """Delivers the messages of an envelope. Raises InvalidRequestError if the envelope is for
         an earlier run (another boot id) of this process."""
+        ...
+
+
+class KvLink(Protocol):
+    """Sends messages to other processes for the channel of the process `sender` (`KvReceiver`),
+    which is the `KvEnd` in the cards that this process publishes. Only the process run (boot id)
+    that a message is addressed to receives it. Messages between two processes should keep their
+    order."""
+
+    def send(self, end: KvEnd, message: KvMessage) -> None:
+        """Queues a message for the process `end`. The message may be lost. Never blocks, never
+        raises. Thread-safe."""
+        ...
+
+
+class KvReceiver(Protocol):
+    def handle(self, sender: KvEnd, message: KvMessage) -> None:
+        """Processes a message from the process `sender`. Never blocks, never raises.
+        Thread-safe."""
         ...

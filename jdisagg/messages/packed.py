@@ -14,10 +14,10 @@ import msgspec
 from jdisagg.errors import IncompatiblePeerError, InvalidRequestError, JdisaggError
 
 # Incremented whenever a message changes its bytes or its meaning.
-PROTOCOL = 51
+PROTOCOL = 52
 # The oldest compatible version. Must be set to PROTOCOL after a change that does more than add
 # fields which an older process may ignore.
-OLDEST = 51
+OLDEST = 52
 
 T = TypeVar("T")
 

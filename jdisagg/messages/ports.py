@@ -240,6 +240,49 @@ class FetchReply(Message, frozen=True):
     snapshot: bool = False
 
 
+class SessionAction(enum.Enum):
+    """What a worker does with the KV of a session. `SHOW`: nothing. `PREFETCH`: ends its pause and
+    restores its blocks from host memory and disk to pages. `DROP`: forgets the session and drops
+    the blocks that no other request used."""
+
+    SHOW = "show"
+    PREFETCH = "prefetch"
+    DROP = "drop"
+
+
+class SessionCall(Message, frozen=True):
+    """Concerns the session with the key `session` of a tenant and cache scope."""
+
+    tenant: str
+    cache_scope: str
+    session: str
+    action: SessionAction
+    deadline_seconds: float
+
+
+class SessionReport(Message, frozen=True):
+    """What a worker knows of a session, after the call's action.
+
+    Attributes:
+        tokens: Number of tokens of the last turn's whole blocks. Each of the next three numbers
+            counts those that a tier has; several tiers may have a token.
+        idle_seconds: Time since the last turn.
+        retention_seconds, pause_seconds: Time that is left of the retention of the last turn, and
+            of the pause that follows it.
+        dropped_tokens: Number of tokens whose blocks were dropped.
+    """
+
+    worker: str
+    tokens: int = 0
+    pages_tokens: int = 0
+    host_tokens: int = 0
+    disk_tokens: int = 0
+    idle_seconds: float = 0.0
+    retention_seconds: float = 0.0
+    pause_seconds: float = 0.0
+    dropped_tokens: int = 0
+
+
 class Offer(Message, frozen=True):
     """A KV block that the receiver may pull. The sender may still be computing it.
 
@@ -350,6 +393,11 @@ class PrefillPort(Protocol):
         sequences are not cached later either."""
         ...
 
+    async def session(self, call: SessionCall) -> SessionReport | None:
+        """Shows, restores or drops the KV of a session. Returns None if the worker knows no such
+        session."""
+        ...
+
     async def status(self) -> WorkerStatus: ...
 
 
@@ -387,6 +435,11 @@ class DecodePort(Protocol):
     async def reset_cache(self) -> int:
         """Empties the prefix cache and returns the number of blocks dropped. Blocks of running
         sequences are not cached later either."""
+        ...
+
+    async def session(self, call: SessionCall) -> SessionReport | None:
+        """Shows, restores or drops the KV of a session. Returns None if the worker knows no such
+        session."""
         ...
 
     async def status(self) -> WorkerStatus: ...

@@ -158,8 +158,7 @@ class PullBlock(Message, frozen=True):
     """Starts to pull one offered block from the worker `peer` to dp rank `rank`, without blocking
     the mesh. The result follows when the block has arrived or the pull has failed.
 
-    `codec` names the block's compression (transfer/codec.py). `source_rank` is the peer's dp rank.
-    `kind` is as in `ExtractBlock`."""
+    `codec` names the block's compression (transfer/codec.py). `kind` is as in `ExtractBlock`."""
 
     step: int
     offer_id: int
@@ -169,7 +168,6 @@ class PullBlock(Message, frozen=True):
     deadline_seconds: float
     peer: str = ""
     codec: str = "none"
-    source_rank: int = 0
     groups: int = 1
     kind: KvKind = KvKind.POSITIONS
 

@@ -7,9 +7,22 @@ from jdisagg.plain import Message
 
 
 class WorkerRole(enum.Enum):
+    """What a worker does with prompts, as two flags. A worker that does not decode sends the KV of
+    the prompts that it computes."""
+
     PREFILL = "prefill"
     DECODE = "decode"
     MIXED = "mixed"
+
+    @property
+    def decodes(self) -> bool:
+        """Whether it generates answers."""
+        return self is not WorkerRole.PREFILL
+
+    @property
+    def computes(self) -> bool:
+        """Whether it computes every prompt, and not only what the router leaves to it."""
+        return self is not WorkerRole.DECODE
 
 
 class KeptTier(Message, frozen=True):

@@ -15,7 +15,6 @@ from jdisagg.costs.model_geometry import CostGeometry
 from jdisagg.costs.speeds import Kind
 from jdisagg.dispatch.frontend import Frontend
 from jdisagg.dispatch.prompts import ChatTokenizer, ModelInfo
-from jdisagg.dispatch.router_events import NO_ROUTER_EVENTS, RouterEvents
 from jdisagg.dispatch.served_adapters import CheckAdapter, ServedAdapters
 from jdisagg.engine.embedded import DECODE, PREFILL, EmbeddedCluster, devices_of
 from jdisagg.engine.fingerprint import model_fingerprint
@@ -43,6 +42,7 @@ from jdisagg.node.hardware_files import find_accelerator
 from jdisagg.node.warm_up import progress_bar
 from jdisagg.observe.observer import Observer
 from jdisagg.router.cluster_state import Description
+from jdisagg.router.decision import NO_ROUTER_EVENTS, RouterEvents
 
 _log = logging.getLogger(__name__)
 

@@ -17,7 +17,7 @@ import msgspec
 
 from jdisagg.errors import ConfigError
 from jdisagg.scheduler.kept_events import KeptEvents, KVEventBatch
-from jdisagg.worker.mesh_worker import MeshWorker
+from jdisagg.worker.worker import Worker
 
 if TYPE_CHECKING:
     import zmq
@@ -64,7 +64,7 @@ class KvEventPublisher:
             self._readable = readable
             self._loop.add_reader(self._readable, self._answer)
 
-    def watch(self, worker: MeshWorker) -> None:
+    def watch(self, worker: Worker) -> None:
         """Starts to publish the changes of a worker's prefix cache. Has no effect if the worker has
         no prefix cache. The first event reports that the cache is empty."""
 

@@ -21,7 +21,6 @@ from jdisagg.dispatch.request_path import RequestPath
 from jdisagg.dispatch.roles.elastic_pools import ElasticPools
 from jdisagg.dispatch.roles.outcomes import OutcomeTap
 from jdisagg.dispatch.roles.role_switcher import RoleSwitcher
-from jdisagg.dispatch.router_events import NoRouterEvents, RouterEvents, RouterEventsList
 from jdisagg.dispatch.served_adapters import CheckAdapter, ServedAdapters
 from jdisagg.dispatch.token_stream import TokenStream
 from jdisagg.dispatch.weights_control import WeightsControl
@@ -38,6 +37,7 @@ from jdisagg.observe.canary import Canary, CanaryRunner, Pair, Readiness
 from jdisagg.observe.canary_probe import PortProbe, pairs_of
 from jdisagg.observe.decision_log import DecisionLog
 from jdisagg.observe.observer import Observer
+from jdisagg.router.decision import NoRouterEvents, RouterEvents, RouterEventsList
 from jdisagg.router.elastic import Controller, ElasticConfig
 from jdisagg.router.known_blocks import KnownBlocks
 from jdisagg.service.internal.registry import registry_service

@@ -71,7 +71,6 @@ from jdisagg.transfer.backend_choice import Memories
 from jdisagg.transfer.negotiated_channel import NegotiatedChannel
 from jdisagg.transfer.offered_weights import OfferedWeights
 from jdisagg.worker.mesh_worker import WorkerContext
-from jdisagg.worker.prefill_worker import PrefillWorker
 from jdisagg.worker.weights_updates import ServedWeights
 
 LOOK_SECONDS = 0.25
@@ -456,8 +455,8 @@ def worker_services(
     the bearer tokens `tokens`, and refuse calls with token ids of `vocabulary` or more."""
     peer = peer_service(wrap.served(PeerPort, worker.name, worker, observer), tokens)
     also = peer, weights_service(worker.weights, tokens)
-    if isinstance(worker, PrefillWorker):
-        prefill = wrap.served(PrefillPort, worker.name, worker, observer)
-        return prefill_service(prefill, tokens, vocabulary), *also
-    decode = wrap.served(DecodePort, worker.name, worker, observer)
-    return decode_service(decode, tokens, vocabulary), *also
+    if worker.role.decodes:
+        decode = wrap.served(DecodePort, worker.name, worker, observer)
+        return decode_service(decode, tokens, vocabulary), *also
+    prefill = wrap.served(PrefillPort, worker.name, worker, observer)
+    return prefill_service(prefill, tokens, vocabulary), *also

@@ -14,9 +14,8 @@ from typing import Any, Self
 
 import msgspec
 
-from jdisagg.dispatch.router_events import NoRouterEvents
 from jdisagg.errors import ConfigError
-from jdisagg.router.decision import PlacementOutcome, PlacementQuery
+from jdisagg.router.decision import NoRouterEvents, PlacementOutcome, PlacementQuery
 
 _log = logging.getLogger(__name__)
 

@@ -21,7 +21,6 @@ from prometheus_client.exposition import generate_latest, start_http_server
 from prometheus_client.registry import Collector
 
 from jdisagg import __version__
-from jdisagg.dispatch.router_events import NoRouterEvents
 from jdisagg.messages.roles import AdviceReport
 from jdisagg.observe.canary import Canary
 from jdisagg.observe.sources import (
@@ -38,6 +37,7 @@ from jdisagg.observe.sources import (
     routing_families,
 )
 from jdisagg.request import CachedTokens, FinishReason
+from jdisagg.router.decision import NoRouterEvents
 from jdisagg.settings.address import cannot_listen
 from jdisagg.telemetry import Counters
 

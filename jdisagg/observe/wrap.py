@@ -16,8 +16,7 @@ from jdisagg.observe.path import ObservedPath
 from jdisagg.observe.ports import ObservedDecode, ObservedPeer, ObservedPrefill, Served
 from jdisagg.observe.request_log import RequestLog
 from jdisagg.scheduler.executor import Executor
-from jdisagg.worker.mesh_worker import MeshWorker
-from jdisagg.worker.prefill_worker import PrefillWorker
+from jdisagg.worker.worker import Worker
 
 P = TypeVar("P")
 
@@ -42,14 +41,12 @@ def peer(receiver: str, port: PeerPort, observer: Observer | None) -> PeerPort:
     return through(PeerPort, port, ObservedPeer(receiver, observer)) if observer else port
 
 
-def calls(
-    worker: MeshWorker, caller: MeshWorker | None, observer: Observer | None
-) -> tuple[object, ...]:
+def calls(worker: Worker, caller: Worker | None, observer: Observer | None) -> tuple[object, ...]:
     if observer is None:
         return ()
     if caller is not None:
         return (ObservedPeer(caller.name, observer),)
-    observed = ObservedPrefill if isinstance(worker, PrefillWorker) else ObservedDecode
+    observed = ObservedDecode if worker.role.decodes else ObservedPrefill
     return (observed(worker.name, observer),)
 
 

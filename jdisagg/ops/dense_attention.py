@@ -19,7 +19,7 @@ from jdisagg.ops.sparse_attention import index_scores, select
 
 def dense_causal_attend(
     q_TNH: jax.Array,
-    k_TKH: jax.Array,
+    k_TKH: jax.Array | None,
     v_TKH: jax.Array | None,
     *,
     scale: float,
@@ -31,7 +31,9 @@ def dense_causal_attend(
     follows: bool = False,
 ) -> jax.Array:
     """Implements `model_api.Attend` for one sequence: token t attends to tokens max(0, t - window +
-    1) ... t. A layer that `follows` an indexer needs `following`."""
+    1) ... t. A layer that `follows` an indexer, or reads the KV of an earlier layer, needs
+    `Following`."""
+    assert k_TKH is not None
     if latent is not None:
         k_TKH, v_TKH = expand(k_TKH, latent)
     assert v_TKH is not None
@@ -54,21 +56,33 @@ def dense_causal_attend(
     return jnp.einsum("kgts,skh->tkgh", mix_KGTS, v_TKH).reshape(tokens, heads, v_TKH.shape[2])
 
 
-def following(attend: Attend) -> Attend:
-    """Wraps `dense_causal_attend` for a forward pass through all layers: a layer that follows an
-    earlier layer's indexer attends by this indexer."""
-    last: list[Index] = []
+class Following:
+    """Wraps `dense_causal_attend` for a forward pass through all layers. A layer that follows an
+    earlier layer's indexer attends by this indexer, and a layer without keys and values reads those
+    of its source."""
 
-    def attend_by_last(
-        q_TNH: jax.Array, k_TKH: jax.Array, v_TKH: jax.Array | None, **how: Unpack[AttendOptions]
-    ) -> jax.Array:
-        if (index := how.get("index")) is not None:
-            last[:] = [index]
-        elif how.pop("follows", False):
-            how["index"] = last[0]
-        return attend(q_TNH, k_TKH, v_TKH, **how)
+    def __init__(self, attend: Attend) -> None:
+        self._attend = attend
+        self._index: Index | None = None
+        self._made: dict[int, tuple[jax.Array | None, jax.Array | None]] = {}  # by layer
 
-    return attend_by_last
+    def over(self, layer: int, source: int | None) -> Attend:
+        def attend(
+            q_TNH: jax.Array,
+            k_TKH: jax.Array | None,
+            v_TKH: jax.Array | None,
+            **how: Unpack[AttendOptions],
+        ) -> jax.Array:
+            if (index := how.get("index")) is not None:
+                self._index = index
+            elif how.pop("follows", False):
+                how["index"] = self._index
+            if source is not None:
+                k_TKH, v_TKH = self._made[source]
+            self._made[layer] = (k_TKH, v_TKH)
+            return self._attend(q_TNH, k_TKH, v_TKH, **how)
+
+        return attend
 
 
 def selected(index: Index, seen_TS: jax.Array) -> jax.Array:

@@ -19,12 +19,15 @@ def scaled_attend(attend: Attend, k_scale_K: jax.Array, v_scale_K: jax.Array) ->
     latent attention, which caches one vector without heads, both scales are the same array [1]."""
 
     def scaled(
-        q_TNH: jax.Array, k_TKH: jax.Array, v_TKH: jax.Array | None, **how: Unpack[AttendOptions]
+        q_TNH: jax.Array,
+        k_TKH: jax.Array | None,
+        v_TKH: jax.Array | None,
+        **how: Unpack[AttendOptions],
     ) -> jax.Array:
-        group = q_TNH.shape[1] // k_TKH.shape[1]
+        group = q_TNH.shape[1] // k_scale_K.shape[0]
         o_TNH = attend(
             q_TNH * _each(k_scale_K, group),
-            k_TKH / _each(k_scale_K),
+            None if k_TKH is None else k_TKH / _each(k_scale_K),
             None if v_TKH is None else v_TKH / _each(v_scale_K),
             **how,
         )

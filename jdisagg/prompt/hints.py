@@ -5,6 +5,7 @@ from jdisagg.plain import plain
 
 MAX_RETENTION_WEIGHT = 64.0
 MAX_RETENTION_SECONDS = 86_400.0
+MAX_PAUSE_SECONDS = 86_400.0
 MOST_TOKENS = 2**31 - 1
 
 
@@ -42,13 +43,17 @@ class Hints:
         retained_tokens: Number of leading tokens of the prompt that are retained; 0 if all of the
             prompt and the answer are.
         answer_tokens: Expected length of the answer; 0 if unknown.
+        pause_seconds: Expected time between the answer and the session's next turn, such as that
+            of a tool; 0 if no pause is expected.
     """
 
     session: str = ""
     retention: Retention | None = None
     retained_tokens: int = 0
     answer_tokens: int = 0
+    pause_seconds: float = 0.0
 
     def __post_init__(self) -> None:
         for name in ("retained_tokens", "answer_tokens"):
             _check(name, getattr(self, name), MOST_TOKENS)
+        _check("pause_seconds", self.pause_seconds, MAX_PAUSE_SECONDS)

@@ -15,8 +15,8 @@ from jdisagg.messages.worker_status import WorkerStatus
 from jdisagg.plain import plain
 from jdisagg.router.absences import Absences
 from jdisagg.router.cluster_state import COLUMNS, ClusterState
-from jdisagg.scheduler.backlog import causal_pairs
 from jdisagg.scheduler.page_ledger import pages_for
+from jdisagg.scheduler.prompts import causal_pairs
 from jdisagg.settings.timeouts import DEFAULT_TIMEOUTS
 
 # Growth that decode workers reserve beyond the prompt, unless they are told otherwise.

@@ -17,7 +17,7 @@ from typing import Annotated, ClassVar
 from msgspec import Meta
 
 from jdisagg.messages.worker_status import WorkerRole, WorkerStatus
-from jdisagg.router.quantiles import quantile
+from jdisagg.router.predictor import quantile
 from jdisagg.settings.declared import Positive, Settings
 
 _NINE_OF_TEN = "0.9 asks for nine of ten requests"

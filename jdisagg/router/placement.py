@@ -12,17 +12,25 @@ from dataclasses import replace
 
 import numpy as np
 
-from jdisagg.costs.exposed import exposed_seconds
-from jdisagg.costs.speeds import Array, PriceSource, Seconds
+from jdisagg.costs.speeds import Array, PriceSource, Seconds, exposed_seconds
 from jdisagg.plain import plain
 from jdisagg.router.accounts import Work
-from jdisagg.router.candidates import BARRED, Candidates, apart, broken_pairs, candidates, no_worker
+from jdisagg.router.candidates import (
+    BARRED,
+    FAILED,
+    Candidates,
+    apart,
+    broken_pairs,
+    candidates,
+    no_worker,
+    usable,
+)
 from jdisagg.router.cluster_state import ClusterState
-from jdisagg.router.corrections import NO_CORRECTIONS
 from jdisagg.router.cost_terms import (
     DecodeCosts,
     LocalCosts,
     PrefillCosts,
+    Trusted,
     decodes_of,
     known_at,
     known_to,
@@ -31,6 +39,7 @@ from jdisagg.router.cost_terms import (
     prefills_of,
     too_far,
     transfers_of,
+    with_fetches,
 )
 from jdisagg.router.decision import (
     CostTerms,
@@ -41,7 +50,7 @@ from jdisagg.router.decision import (
     PlacementQuery,
     Refusal,
 )
-from jdisagg.router.peer_terms import Trusted, with_fetches
+from jdisagg.router.predictor import NO_CORRECTIONS
 from jdisagg.spending import retry_after
 
 MOST_PREFILLS = 6  # prefill workers for which pairs are evaluated
@@ -512,3 +521,49 @@ def _known(tokens: int) -> str:
 
 def _ms(seconds: float) -> str:
     return f"{seconds * 1e3:.3g} ms"
+
+
+def another_prefill(
+    state: ClusterState,
+    avoid: frozenset[str],
+    now: float,
+    policy: PlacementPolicy,
+    decode: str = "",
+    broken: frozenset[tuple[str, str]] = frozenset(),
+) -> str:
+    """Returns another prefill worker for a prompt whose prefill worker failed. `decode` is its
+    decode worker. A worker in `avoid`, or one that forms a pair of `broken` with `decode`, is
+    chosen only if no other worker is available."""
+    query = PlacementQuery(NO_WORK, avoid=avoid, broken=broken, resuming=True)
+    some = usable(state, state.prefill, query, now, policy)
+    some = _like(state, some, decode)
+    if not len(some):
+        raise no_worker(state, state.prefill, "prefill")
+    reluctance = some.against + some.load
+    if broken and decode in state:
+        decodes = np.array([state.row_of(decode)])
+        reluctance = reluctance + broken_pairs(state, query, some.rows, decodes)[:, 0]
+    return state.name(int(some.rows[np.argmin(reluctance)]))
+
+
+def another_decode(
+    state: ClusterState,
+    avoid: frozenset[str],
+    now: float,
+    policy: PlacementPolicy,
+    origin: str = "",
+) -> str:
+    """Returns the decode worker to which a running sequence of `origin` should migrate. Draining
+    workers and workers in `avoid` are never chosen."""
+    some = usable(state, state.decode, PlacementQuery(NO_WORK, avoid=avoid), now, policy)
+    some = _like(state, some.where(some.against < FAILED), origin)
+    if not len(some):
+        raise no_worker(state, state.decode, "other decode")
+    return state.name(int(some.rows[np.argmin(some.against + some.load)]))
+
+
+def _like(state: ClusterState, some: Candidates, other: str) -> Candidates:
+    row = state.row(other)
+    if row is None:
+        return some
+    return some.where(some.table["weights"] == state.table["weights"][row])

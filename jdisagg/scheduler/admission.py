@@ -2,14 +2,15 @@
 to them.
 
 Prompts wait in one queue in order of arrival, in which each unit of priority is a head start
-(`scheduler/priorities.py`). None overtakes the first one, so that small prompts do not starve an
+(`scheduler/sequences.py`). None overtakes the first one, so that small prompts do not starve an
 old large one. There are two exceptions. A prompt of higher priority may get the pages of others of
-lower priority, which lose them: on a mesh that decodes, sequences are preempted; on a mesh that
-sends KV, prompts without issued chunk return to the queue. And prompts for a decode worker that
+lower priority, which lose them: sequences are preempted; prompts whose KV is sent and that have no
+issued chunk return to the queue. And prompts for a decode worker that
 fetches its KV too slowly (a stalled destination) are not computed, so that others pass them.
 
-On a mesh that decodes, a prompt gets pages for the expected growth of its answer too, and at least
-one page stays free for each sequence that may still need some."""
+A prompt that is decoded here gets pages for the expected growth of its answer too, and at least one
+page stays free for each sequence that may still need some. One whose KV is sent needs pages for its
+own positions alone."""
 
 import bisect
 from collections import Counter
@@ -17,19 +18,26 @@ from collections.abc import Collection, Iterator, Mapping
 from collections.abc import Sequence as Sized
 from dataclasses import dataclass, field
 
-from jdisagg.errors import InvalidRequestError
+from jdisagg.errors import HandoffError, InvalidRequestError
 from jdisagg.messages.ports import Child
 from jdisagg.request import Request
 from jdisagg.scheduler.decode_state import DecodeState
 from jdisagg.scheduler.executor import sequences_ahead
 from jdisagg.scheduler.handoff import Handoff, HandoffState
 from jdisagg.scheduler.page_ledger import pages_for
-from jdisagg.scheduler.priorities import YieldingSequence, to_preempt
-from jdisagg.scheduler.prompt import Prompt
 from jdisagg.scheduler.prompts import Prompts
 from jdisagg.scheduler.residency import Chain
-from jdisagg.scheduler.sequences import Sequence, SequenceGroup, Stage, sample_spec
+from jdisagg.scheduler.sequences import (
+    Prompt,
+    Sequence,
+    SequenceGroup,
+    Stage,
+    YieldingSequence,
+    sample_spec,
+    to_preempt,
+)
 
+MAX_EXPERTS_BYTES = 16 << 20  # of a request, so that they fit a message
 # stages in which a sequence has pages and may lose them
 _HOLDING = (Stage.RESERVED, Stage.READY, Stage.RUNNING)
 # All destinations together may have this many times as many unfetched tokens as one.
@@ -57,7 +65,7 @@ class Admitted:
 
     Attributes:
         prompts: Prompts that have pages now.
-        groups: Their sequences, on a mesh that decodes.
+        groups: The sequences of those that are decoded here.
         yielded: Number of sequences that lost their pages to them.
         copies: Copies of recurrent state from which prompts continue, to be issued in this order.
     """
@@ -72,8 +80,6 @@ class Admission:
     """The queue of one mesh.
 
     Args:
-        decodes: Whether the prompts' answers are generated on this mesh. Otherwise their KV is
-            sent, and they need pages for their own positions alone.
         growth_tokens: Number of tokens of an answer for which pages are reserved.
         ahead_sequences: Number of sequences that may hold pages beyond the number of batch slots;
             None means a quarter of the slots.
@@ -83,14 +89,12 @@ class Admission:
         self,
         state: DecodeState,
         prompts: Prompts,
-        decodes: bool = True,
         growth_tokens: int = 0,
         ahead_sequences: int | None = None,
     ) -> None:
         self._state = state
-        self._prompts = prompts
-        self._decodes = decodes
-        self._growth_tokens = growth_tokens if decodes else 0
+        self.prompts = prompts
+        self._growth_tokens = growth_tokens
         self._ahead = sequences_ahead(state.limits.slots_per_rank, ahead_sequences)
         self._idle: list[Prompt] = []  # prompts to send that may still be put back
         self.queue: list[Prompt] = []
@@ -98,8 +102,28 @@ class Admission:
     def priorities(self) -> dict[int, int]:
         return Counter([waiting.priority for waiting in self.queue])
 
-    def check(self, request: Request, children: tuple[Child, ...]) -> None:
-        """Raises InvalidRequestError if the request would not fit even on an idle mesh."""
+    def check(
+        self,
+        request: Request,
+        children: tuple[Child, ...],
+        computes: bool = True,
+        sent_from: int | None = None,
+    ) -> None:
+        """Checks that a request fits on an idle mesh.
+
+        Args:
+            computes: Whether the mesh certainly computes the prompt.
+            sent_from: First position whose KV is sent to a decode worker; None if the request is
+                decoded here.
+
+        Raises:
+            InvalidRequestError: It does not fit.
+            HandoffError: `sent_from` is no position between blocks.
+        """
+        self._check_images(request, computes)
+        self._check_experts(request)
+        if sent_from is not None:
+            return self._check_sent(request, children, sent_from)
         limits = self._state.limits
         prompt = len(request.prompt_token_ids)
         if self._state.states.on and len(children) > limits.state_slots_per_rank:
@@ -112,11 +136,7 @@ class Admission:
                 f"prompt has {prompt} tokens; with one to generate the context holds"
                 f" {limits.context_tokens}: shorten it"
             )
-        if len(children) > limits.samples_per_chunk:
-            raise InvalidRequestError(
-                f"n={len(children)} exceeds the {limits.samples_per_chunk} samples of one prefill;"
-                " ask for fewer"
-            )
+        self._check_samples(children)
         most = prompt + request.most_tokens(limits.context_tokens) - 1
         capacity = limits.pages_per_rank * limits.page_size
         if most > capacity:
@@ -135,6 +155,62 @@ class Admission:
                 " pages"
             )
 
+    def _check_images(self, request: Request, computes: bool) -> None:
+        form = self._state.limits.images
+        if not request.images:
+            return
+        if form is None:
+            raise InvalidRequestError(
+                "images: this worker reads none, because its model has no vision encoder that is"
+                " served, its checkpoint lacks the encoder's weights, or its instance has pipeline"
+                " stages or several processes; send text only"
+            )
+        for image in request.images:
+            form.check(image, request.prompt_token_ids, computes)
+
+    def _check_experts(self, request: Request) -> None:
+        limits, spec = self._state.limits, self._state.limits.kv_spec
+        if not request.sampling.return_routed_experts:
+            return
+        if not spec.records:
+            raise InvalidRequestError(
+                "return_routed_experts: this worker does not record the experts of tokens; start"
+                " all workers with --routed_experts, or omit it"
+                if spec.choices
+                else "return_routed_experts: the model has no experts; omit it"
+            )
+        positions = len(request.prompt_token_ids) + request.most_tokens(limits.context_tokens)
+        nbytes = request.sampling.n * positions * sum(2 * chosen for chosen, _ in spec.choices)
+        if nbytes > MAX_EXPERTS_BYTES:
+            raise InvalidRequestError(
+                f"return_routed_experts: the experts of prompt and answers take up to {nbytes}"
+                f" bytes ({positions} positions each), and at most {MAX_EXPERTS_BYTES} fit a reply;"
+                " send a shorter prompt, or lower max_tokens or n"
+            )
+
+    def _check_samples(self, children: tuple[Child, ...]) -> None:
+        most = self._state.limits.samples_per_chunk
+        if len(children) > most:
+            raise InvalidRequestError(
+                f"n={len(children)} exceeds the {most} samples of one prefill; ask for fewer"
+            )
+
+    def _check_sent(self, request: Request, children: tuple[Child, ...], start: int) -> None:
+        limits = self._state.limits
+        tokens = len(request.prompt_token_ids) + len(children[0].accepted)
+        most, size = limits.pages_per_rank, limits.page_size
+        if tokens > limits.context_tokens or pages_for(tokens, size) > most:
+            raise InvalidRequestError(
+                f"prompt has {tokens} tokens; this prefill worker holds {limits.context_tokens} of"
+                f" context and {most} pages of {size} per rank: shorten it"
+            )
+        if start % limits.granule_tokens or not 0 <= start <= tokens:
+            raise HandoffError(
+                f"from_token={start} must be a multiple of {limits.granule_tokens} and at most the"
+                f" prompt's {tokens} tokens: do both workers run the same version?"
+            )
+        self._check_samples(children)
+
     def enqueue(self, waiting: Prompt) -> None:
         bisect.insort(self.queue, waiting, key=lambda waiting: waiting.order)
 
@@ -142,14 +218,12 @@ class Admission:
         self.queue = [waiting for waiting in self.queue if waiting.key != key]
 
     def spares(self, rank: int, pages: int) -> bool:
-        """Returns whether a restore may take `pages` free pages of a rank. On a mesh that decodes,
-        it may if no prompt waits for pages, and enough other pages are free for each running
-        sequence to grow."""
-        if not self._decodes:
-            return True
+        """Returns whether a restore may take `pages` free pages of a rank: no prompt to be decoded
+        waits for pages, and enough other pages are free for each running sequence to grow."""
         state, size = self._state, self._state.limits.page_size
         growth = len(state.growing[rank]) * pages_for(self._growth_tokens, size)
-        return not self.queue and state.ledgers[rank].free_pages >= pages + growth
+        waits = any([waiting.decodes for waiting in self.queue])
+        return not waits and state.ledgers[rank].free_pages >= pages + growth
 
     # ---- pages for those that wait
 
@@ -159,8 +233,7 @@ class Admission:
         admitted, blocked = Admitted(), False
         if not self.queue and not stalled:
             return admitted
-        if not self._decodes:
-            self._idle = [one for one in self._prompts.placed if not one.begun]
+        self._idle = [one for one in self.prompts.queued if not (one.begun or one.decodes)]
         for prompt in tuple(self._idle) if stalled else ():
             if prompt.destination in stalled:
                 self._put_back(prompt)
@@ -201,7 +274,7 @@ class Admission:
         """Releases the pages of a prompt whose KV is sent. The blocks of `chain` stay cached."""
         key, rank = prompt.key, prompt.rank
         if rank >= 0:
-            self._prompts.withdraw(key)
+            self.prompts.withdraw(key)
             self._state.residency.let_go(rank, key, chain)
             self._state.room.free(rank, key)
 
@@ -220,9 +293,8 @@ class Admission:
         return lowest is None or all([one.priority <= lowest for one in self.queue])
 
     def _lowest_priority(self) -> int | None:
-        if self._decodes:
-            return self._state.lowest_priority
-        return min([one.priority for one in self._idle], default=None)
+        lowest, idle = self._state.lowest_priority, [one.priority for one in self._idle]
+        return min(idle if lowest is None else [lowest, *idle], default=None)
 
     def _to_give_way(self, waiting: Prompt) -> list[Sequence | Prompt]:
         """Returns those that must give way so that some rank has room for a prompt. Chooses the
@@ -282,7 +354,7 @@ class Admission:
         need -= state.residency.held_pages(rank, waiting.chain, cached)
         pages = need + len(state.growing[rank]) - state.ledgers[rank].free_pages
         slots = self._slots(waiting) - state.room.available(rank)
-        if held := state.living[rank]:
+        if waiting.decodes and (held := state.living[rank]):
             crowd = held + len(waiting.children) - limits.slots_per_rank - self._ahead
             slots = max(slots, crowd)
         return pages, slots, cached
@@ -299,10 +371,10 @@ class Admission:
         return best
 
     def _attraction(self, waiting: Prompt, rank: int, cached: int) -> int:
-        """A mesh that only computes takes the rank that ends first. Others take the one that caches
+        """A prompt whose KV is sent takes the rank that ends first. Others take the one that caches
         most, unless it has many more sequences than another."""
-        if not self._decodes:
-            return cached - waiting.tokens - self._prompts.queued_tokens(rank)
+        if not waiting.decodes:
+            return cached - waiting.tokens - self.prompts.queued_tokens(rank)
         living = self._state.living
         return cached if living[rank] <= min(living) + self._ahead else 0
 
@@ -312,11 +384,13 @@ class Admission:
 
     def _slots(self, waiting: Prompt) -> int:
         """Returns the number of state slots, or of pages of windows, that a prompt needs."""
-        if self._decodes:
+        if waiting.decodes:
             return len(waiting.children) * self._state.states.on
         return self._state.room.needed(waiting.tokens)
 
     def _growth(self, waiting: Prompt) -> int:
+        if not waiting.decodes:
+            return 0
         fits = self._pages(waiting, self._growth_tokens) <= self._state.limits.pages_per_rank
         return self._growth_tokens if fits else 1
 
@@ -324,7 +398,7 @@ class Admission:
         size, children = self._state.limits.page_size, len(waiting.children)
         known = waiting.tokens
         covered = pages_for(self._covered(waiting, known, growth_tokens), size)
-        if children == 1 or not self._decodes:
+        if children == 1 or not waiting.decodes:
             return covered
         shared = pages_for(known, size)
         own = covered - shared
@@ -346,7 +420,7 @@ class Admission:
     def _take(self, waiting: Prompt, rank: int, lease_until: float, admitted: Admitted) -> None:
         admitted.prompts.append(waiting)
         kept, room = self._state.residency, self._state.room
-        if self._decodes:
+        if waiting.decodes:
             group = self._reserve(waiting, rank, self._growth(waiting), lease_until)
             admitted.groups.append(group)
             cached = group.cached_tokens
@@ -361,9 +435,9 @@ class Admission:
             samples = [
                 sample_spec(waiting.request, one.index, one.accepted) for one in waiting.children
             ]
-            self._prompts.add(waiting.key, rank, tuple(samples), cached, kept.epoch, windows)
+            self.prompts.add(waiting.key, rank, tuple(samples), cached, kept.epoch, windows)
             if room.windows and room.windows[rank].repeats(waiting.key):
-                self._prompts.stall(waiting.key)  # few of its blocks can be reused
+                self.prompts.stall(waiting.key)  # few of its blocks can be reused
         if waiting.computes and cached and kept.snapshots and not room.windows:
             # before another prompt can evict the snapshot
             (source,) = kept.use_snapshot(rank, waiting.chain, cached)

@@ -11,15 +11,13 @@ free."""
 import bisect
 from collections import Counter
 
-from jdisagg.request import FinishReason, Identity
-from jdisagg.scheduler.adapter_table import AdapterTable
+from jdisagg.request import FinishReason
 from jdisagg.scheduler.executor import MeshLimits
 from jdisagg.scheduler.handoff import HandoffEvent, HandoffState, sweep
 from jdisagg.scheduler.page_ledger import PageLedger, pages_for
-from jdisagg.scheduler.prompt_room import PromptRoom
+from jdisagg.scheduler.prompt_room import AdapterTable, PromptRoom, snapshots_of
 from jdisagg.scheduler.residency import BlockNames, Chain, Residency
 from jdisagg.scheduler.sequences import ChildProgress, Sequence, SequenceGroup, Stage
-from jdisagg.scheduler.state_slots import snapshots_of
 
 
 class DecodeState:
@@ -57,7 +55,6 @@ class DecodeState:
         self.living = [0] * limits.ranks  # number of unfinished children
         # keys of children that will need more pages than they have
         self.growing: list[set[int]] = [set() for _ in range(limits.ranks)]
-        self._named: dict[Identity, list[SequenceGroup]] = {}
         self._priorities: Counter[int] = Counter()  # number of groups by priority
         self.news: list[ChildProgress] = []
         self.preemptions = 0
@@ -74,12 +71,7 @@ class DecodeState:
         self.living[group.rank] += len(group.children)
         for child in group.children:
             self.note_pages(child)
-        self._named.setdefault(group.request.identity, []).append(group)
         self._priorities[group.request.priority] += 1
-
-    def groups_of(self, identity: Identity) -> list[SequenceGroup]:
-        """A request may have several groups, for different attempts and children."""
-        return list(self._named.get(identity, ()))
 
     def advance(self, group: SequenceGroup, event: HandoffEvent, deadline: float) -> None:
         """The transfer is aborted if it stays in the new state after `deadline`."""
@@ -121,8 +113,10 @@ class DecodeState:
     def contexts(self) -> tuple[int, ...]:
         contexts = [0] * self.limits.ranks
         for group in self.groups.values():
-            for child in group.alive:
-                contexts[group.rank] += group.prompt_tokens + len(child.generated)
+            prompt_tokens = group.prompt_tokens
+            for child in group.children:
+                if child.stage is not Stage.ENDED:
+                    contexts[group.rank] += prompt_tokens + len(child.generated)
         return tuple(contexts)
 
     def reserved_pages(self) -> tuple[int, ...]:
@@ -146,8 +140,10 @@ class DecodeState:
         these pages."""
         keys: dict[int, list[list[int]]] = {}  # keys of children by priority and rank
         for group in self.groups.values():
-            for child in group.alive:
-                priority = group.request.priority
+            priority = group.request.priority
+            for child in group.children:
+                if child.stage is Stage.ENDED:
+                    continue
                 if priority not in keys:
                     keys[priority] = [[] for _ in self.ledgers]
                 keys[priority][group.rank].append(child.key)
@@ -307,10 +303,6 @@ class DecodeState:
         self._priorities[priority] -= 1
         if not self._priorities[priority]:
             del self._priorities[priority]
-        same = self._named[group.request.identity]
-        same.remove(group)
-        if not same:
-            del self._named[group.request.identity]
         # breaks a reference cycle, so that memory is freed without the garbage collector
         group.children = []
         decoding = group.handoff.state is HandoffState.DECODING

@@ -27,6 +27,9 @@ class KeptLog:
     def __len__(self) -> int:
         return len(self._ranks)
 
+    def __contains__(self, name: bytes) -> bool:
+        return name[:TOLD_BYTES] in self._ranks
+
     def gained(self, name: bytes) -> None:
         told = name[:TOLD_BYTES]
         ranks = self._ranks.get(told, 0)

@@ -179,6 +179,19 @@ class PageLedger:
             if page in self._idle:
                 self._idle.add(page)
 
+    def demote(self, pages: Iterable[int]) -> None:
+        """Lets idle pages be reused before all others, until they are used or promoted."""
+        for page in pages:
+            if page in self._idle:
+                self._idle.discard(page)
+                self._idle.add_first(page)
+
+    def promote(self, pages: Iterable[int]) -> None:
+        """Lets demoted pages count as used now."""
+        for page in pages:
+            if self._idle.is_first(page):
+                self._idle.add(page)
+
     def spare(self, pages: Iterable[int]) -> None:
         """Lets idle pages be reused later than others: each is passed over once."""
         self._spared.update([page for page in pages if page in self._idle])

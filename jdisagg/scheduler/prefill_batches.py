@@ -1,6 +1,6 @@
 """Packs prompts into prefill chunks. Each data-parallel rank serves its prompts in order of
 arrival. A prompt of higher priority is treated as if it had arrived earlier
-(`scheduler/priorities.py`).
+(`scheduler/sequences.py`).
 
 Prompts are split only at multiples of `cut_tokens`.
 
@@ -8,7 +8,8 @@ Invariants: a prompt's rows are issued in order and without gap after its cached
 is sampled only in the prompt's last row; a rank has at most one partly issued prompt of each
 priority, not counting those in `held`."""
 
-from collections.abc import Callable, Collection, Sequence
+import itertools
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Protocol
 
 import msgspec
@@ -17,7 +18,7 @@ from jdisagg.messages.step_commands import OfferSpec, PrefillChunk, PrefillRow
 from jdisagg.prompt.images import shift_before, within
 from jdisagg.scheduler.blocks import merged_block, padded, split_blocks
 from jdisagg.scheduler.executor import MeshLimits
-from jdisagg.scheduler.prompt import Prompt
+from jdisagg.scheduler.sequences import Prompt
 
 
 class PrefillBatches:
@@ -44,6 +45,9 @@ class PrefillBatches:
         self._new_id = new_id
         self._snapshot = snapshot
         self._queues: list[list[Prompt]] = [[] for _ in range(limits.ranks)]
+
+    def __iter__(self) -> Iterator[Prompt]:
+        return itertools.chain.from_iterable(self._queues)
 
     def __len__(self) -> int:
         return sum([len(queue) for queue in self._queues])

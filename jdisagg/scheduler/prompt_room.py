@@ -1,14 +1,24 @@
-"""Allocates what a prompt needs besides ordinary pages, on a mesh that only prefills: a slot for
-recurrent state, or pages for sliding-window layers. A model needs at most one of the two. Does no
-I/O."""
+"""Allocates what prompts and sequences need besides ordinary pages: slots for recurrent state or
+ring buffers of sliding-window layers, or pages of these layers, and slots for LoRA adapters. Does
+no I/O.
 
-from collections.abc import Sequence
+If the model has neither recurrent state nor ring buffers (`MeshLimits.ring_pages`), no slots are
+used and there is always room. The first child of a group (n > 1) uses the group's slot. Each other
+child has its own slot, into which the group's state is copied.
+
+Invariants of adapters (tests/scheduler/test_adapter_table.py): a slot holds one adapter; an adapter
+that a sequence uses keeps its slot."""
+
+from collections import OrderedDict
+from collections.abc import Collection, Sequence
 
 from jdisagg.layout.kv_spec import KvKind
+from jdisagg.request import Request
 from jdisagg.scheduler.executor import MeshLimits
+from jdisagg.scheduler.page_ledger import PageLedger
 from jdisagg.scheduler.residency import Chain, Residency
-from jdisagg.scheduler.state_slots import StateSlots
-from jdisagg.scheduler.window_pages import Table, WindowPages
+from jdisagg.scheduler.snapshots import Snapshots
+from jdisagg.scheduler.window_pages import Table, WindowPages, WindowSnapshots
 
 
 class PromptRoom:
@@ -64,3 +74,103 @@ class PromptRoom:
             self.windows[rank].free(owner)
         else:
             self.states.free(rank, owner)
+
+
+def snapshots_of(limits: MeshLimits, windows: Sequence[WindowPages] = ()) -> Sequence[Snapshots]:
+    if windows and limits.snapshot_tokens:
+        return [WindowSnapshots(pages) for pages in windows]
+    if not limits.snapshots_per_rank:
+        return []
+    slots = limits.state_slots_per_rank, limits.snapshots_per_rank
+    return [Snapshots(*slots) for _ in range(limits.ranks)]
+
+
+class StateSlots:
+    def __init__(self, limits: MeshLimits) -> None:
+        self._each = int(limits.kv_spec.has_state or limits.ring_pages > 0)
+        self._ledgers = [PageLedger(limits.state_slots_per_rank) for _ in range(limits.ranks)]
+        self._totals = tuple([ledger.total_pages for ledger in self._ledgers])
+
+    @property
+    def on(self) -> bool:
+        return bool(self._each)
+
+    def free_slots(self, rank: int) -> int:
+        return self._ledgers[rank].free_pages
+
+    def free_by_rank(self) -> tuple[int, ...]:
+        if not self._each:
+            return self._totals
+        return tuple([ledger.free_pages for ledger in self._ledgers])
+
+    def total_by_rank(self) -> tuple[int, ...]:
+        return self._totals
+
+    def take(self, rank: int, owner: int) -> None:
+        """Assigns a slot to an owner. The caller must have checked that a slot is free."""
+        if not self._each:
+            return
+        taken = self._ledgers[rank].reserve(owner, self._each)
+        assert taken is not None, "room was checked"
+
+    def share(self, rank: int, owner: int, new_owner: int) -> None:
+        if self._each:
+            self._ledgers[rank].share(owner, new_owner, self._each)
+
+    def free(self, rank: int, owner: int) -> None:
+        if self._each:
+            self._ledgers[rank].free(owner)
+
+    def slot(self, rank: int, owner: int) -> int:
+        return self._ledgers[rank].pages(owner)[0] if self._each else 0
+
+
+class AdapterTable:
+    """Which LoRA adapter is loaded in which adapter slot of a mesh. Slots count from 1; slot 0 is
+    the base model. A loaded adapter stays until another adapter needs its slot. Then the least
+    recently used adapter that no sequence uses is evicted."""
+
+    def __init__(self, slots: int) -> None:
+        self.slots = slots
+        self.evictions = 0
+        self._loaded: OrderedDict[str, int] = OrderedDict()  # least recently used first
+        self._loading: dict[str, int] = {}
+        self._free = list(range(slots, 0, -1))
+
+    @property
+    def loaded(self) -> tuple[str, ...]:
+        return tuple(self._loaded)
+
+    def __contains__(self, digest: str) -> bool:
+        return digest in self._loaded
+
+    def slot_of(self, request: Request) -> int:
+        """Returns 0 if the request has no adapter."""
+        return 0 if request.adapter is None else self._loaded[request.adapter.digest]
+
+    def use(self, digest: str) -> None:
+        self._loaded.move_to_end(digest)
+
+    def take(self, digest: str, used: Collection[str]) -> int | None:
+        """Assigns a slot to an adapter that is about to be loaded. Evicts another adapter if no
+        slot is free.
+
+        Returns:
+            The slot, or None if every slot is used.
+        """
+        if not self._free:
+            victim = next((one for one in self._loaded if one not in used), None)
+            if victim is None:
+                return None
+            self._free.append(self._loaded.pop(victim))
+            self.evictions += 1
+        self._loading[digest] = slot = self._free.pop()
+        return slot
+
+    def load_ended(self, digest: str, loaded: bool) -> None:
+        """If the adapter was not `loaded`, the slot is free again."""
+        slot = self._loading.pop(digest)
+        if loaded:
+            self._loaded[digest] = slot
+        else:
+            self._free.append(slot)

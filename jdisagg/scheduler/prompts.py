@@ -1,20 +1,184 @@
-"""The prompts of one mesh that computes prompts, on prefill workers and on decode workers.
+"""The prompts of one mesh, whether they are computed there or elsewhere.
 
-A prompt is looked up in the prefix cache when it arrives. If an earlier prompt is about to compute
-blocks that it needs, it waits for these blocks (`scheduler/shared_prompts.py`). When it has pages,
-it is queued for chunks (`scheduler/prefill_batches.py`). The blocks of a chunk are cached when the
-chunk is issued, because commands run in order."""
+A prompt is looked up in the prefix cache when it arrives. If an earlier prompt (the leader) is
+about to compute blocks that it needs, so that common blocks are computed once, it may wait until
+the leader's chunks with these blocks are issued. It waits only for prompts that precede it in the
+queue or have begun. When it has pages, it is queued for chunks (`scheduler/prefill_batches.py`).
+The blocks of a chunk are cached when the chunk is issued, because commands run in order.
 
-from collections.abc import Callable, Collection
+Invariants (each is a test of the same name in tests/scheduler/test_shared_prompts.py):
+- a_prompt_waits_for_blocks_that_another_will_compute_and_for_no_others
+- who_waits_is_released_once_when_the_blocks_are_there_or_their_prompt_has_ended
+- nothing_is_left_when_all_prompts_have_ended
+"""
 
-from jdisagg.errors import OverloadedError
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, field
+
+from jdisagg.errors import HandoffError, OverloadedError
+from jdisagg.messages.ports import Child
 from jdisagg.messages.step_commands import PrefillChunk, PrefillResult, SampleSpec
-from jdisagg.scheduler.backlog import Backlog
+from jdisagg.plain import plain
+from jdisagg.request import Identity, Request
 from jdisagg.scheduler.decode_state import DecodeState
 from jdisagg.scheduler.prefill_batches import PrefillBatches
-from jdisagg.scheduler.prompt import Prompt
-from jdisagg.scheduler.shared_prompts import ChunkTimes, SharedPrompts, waiting_pays
+from jdisagg.scheduler.prices import MovePrice
+from jdisagg.scheduler.residency import Chain
+from jdisagg.scheduler.sequences import Prompt
 from jdisagg.telemetry import Counters
+
+Order = tuple[float, int]
+
+
+@plain
+class Leader:
+    """A prompt that will compute blocks that another prompt needs. The first `blocks` blocks of
+    both prompts are the same."""
+
+    key: int
+    blocks: int
+
+
+@dataclass(slots=True)
+class _Prompt:
+    order: Order
+    chain: Chain
+    reached: int = 0  # number of leading blocks whose chunks are issued
+    begun: bool = False
+    stalled: bool = False
+    waits: Leader | None = None
+    followers: dict[int, int] = field(default_factory=dict)  # number of common blocks by key
+
+
+class SharedPrompts:
+    """A prompt is registered until its blocks are computed. One that is not registered waits for
+    none."""
+
+    def __init__(self) -> None:
+        self._prompts: dict[int, _Prompt] = {}
+        self._makers: dict[bytes, dict[int, None]] = {}  # prompts that have each block
+
+    def __len__(self) -> int:
+        return len(self._prompts)
+
+    def begin(self, key: int, order: Order, chain: Chain) -> None:
+        """`order` is its sort key in the queue. `chain` has the names of its blocks."""
+        self._prompts[key] = _Prompt(order, chain)
+        for name in chain:
+            self._makers.setdefault(name, {})[key] = None
+
+    def leader(self, key: int, useful: Chain, known: int) -> Leader | None:
+        """Returns the prompt that will compute most of the next blocks of prompt `key`, or None if
+        no prompt will compute the next block. If several compute equally many, returns the one that
+        was registered first."""
+        own, best = self._prompts.get(key), Leader(0, known)
+        if own is None or known >= len(useful):
+            return None
+        for other in self._makers.get(useful[known], ()):
+            prompt = self._prompts[other]
+            if other == key or prompt.stalled or not (prompt.begun or prompt.order < own.order):
+                continue
+            if prompt.reached <= known and (count := _common(useful, prompt.chain)) > best.blocks:
+                best = Leader(other, count)
+        return best if best.blocks > known else None
+
+    def follow(self, key: int, leader: Leader) -> None:
+        self._prompts[key].waits = leader
+        self._prompts[leader.key].followers[key] = leader.blocks
+
+    def waits(self, key: int) -> bool:
+        prompt = self._prompts.get(key)
+        return prompt is not None and prompt.waits is not None
+
+    def started(self, key: int) -> None:
+        if (prompt := self._prompts.get(key)) is not None:
+            prompt.begun = True
+
+    def reached(self, key: int, blocks: int) -> tuple[int, ...]:
+        """Records that the chunks with a prompt's first `blocks` blocks are issued. Returns the
+        keys of the prompts that need not wait any longer."""
+        prompt = self._prompts.get(key)
+        if prompt is None:
+            return ()
+        prompt.reached, prompt.stalled = max(prompt.reached, blocks), False
+        return self._release(prompt, blocks)
+
+    def stall(self, key: int) -> tuple[int, ...]:
+        prompt = self._prompts.get(key)
+        if prompt is None:
+            return ()
+        prompt.stalled = True
+        return self._release(prompt, len(prompt.chain))
+
+    def end(self, key: int) -> tuple[int, ...]:
+        """Removes a prompt that was computed or cancelled. Returns the keys of the prompts that
+        still waited for it. Idempotent."""
+        prompt = self._prompts.pop(key, None)
+        if prompt is None:
+            return ()
+        if prompt.waits is not None:
+            self._prompts[prompt.waits.key].followers.pop(key, None)
+        for name in prompt.chain:
+            makers = self._makers[name]
+            del makers[key]
+            if not makers:
+                del self._makers[name]
+        return self._release(prompt, len(prompt.chain))
+
+    def _release(self, prompt: _Prompt, blocks: int) -> tuple[int, ...]:
+        free = tuple([key for key, wanted in prompt.followers.items() if wanted <= blocks])
+        for key in free:
+            del prompt.followers[key]
+            self._prompts[key].waits = None
+        return free
+
+
+def _common(one: Chain, other: Chain) -> int:
+    low, high = 0, min(len(one), len(other))
+    while low < high:  # equal names imply that all earlier names are equal
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if one[middle - 1] == other[middle - 1] else (low, middle - 1)
+    return low
+
+
+class ChunkTimes:
+    """Measured durations of prefill chunks."""
+
+    def __init__(self, largest: int) -> None:
+        self._largest = largest
+        self._price = MovePrice()
+
+    def took(self, chunk_tokens: int, seconds: float) -> None:
+        self._price.add(chunk_tokens, seconds)
+
+    def seconds(self, tokens: int) -> float:
+        """Returns the predicted seconds to compute `tokens` tokens in as few chunks as possible.
+        While all measured chunks had similar lengths, the time is proportional to the tokens.
+        Before the first measurement, returns the number of tokens, which is enough to compare."""
+        line = self._price.line()
+        if line is None:
+            return tokens
+        if self._price.alike:
+            return tokens * self._price.per_unit
+        chunks = -(-tokens // self._largest)
+        return chunks * line[0] + tokens * line[1]
+
+
+def waiting_pays(
+    times: ChunkTimes, queued: Sequence[int], rank: int, tokens: int, common_tokens: int
+) -> bool:
+    """Returns whether a prompt is computed sooner if it waits for the common blocks of its leader.
+
+    If it does not wait, it is computed on the rank that ends first, in the same chunks as the
+    prompts before it. If it waits, its first chunk begins after the leader's last.
+
+    Args:
+        queued: For each rank, the number of tokens that are computed before the prompt.
+        rank: Rank of the leader.
+    """
+    alone = min([times.seconds(before + tokens) for before in queued])
+    return times.seconds(queued[rank]) + times.seconds(tokens - common_tokens) < alone
 
 
 def check_queue(worker: str, waiting: Collection[Prompt], priority: int, limit: int) -> None:
@@ -93,6 +257,10 @@ class Prompts:
                 [kept.cached_tokens(rank, prompt.useful, most, True) for rank in ranks]
             )
 
+    def expect(self, prompt: Prompt, known_tokens: int) -> None:
+        """Counts the prompt as work to come, except for its first `known_tokens` positions."""
+        self.backlog.add(prompt.key, prompt.tokens, known_tokens, prompt.priority)
+
     def follows(self, prompt: Prompt) -> int:
         """Looks a prompt up. If another prompt will compute blocks of it, and waiting for them is
         faster than computing them, the prompt waits. Then returns the number of its leading
@@ -160,6 +328,11 @@ class Prompts:
         """The prompts that have pages to be computed in."""
         return [one for one in self._prompts.values() if one.rank >= 0]
 
+    @property
+    def queued(self) -> list[Prompt]:
+        """The prompts that are queued for chunks."""
+        return list(self._batches)
+
     def stall_those_to(self, destinations: Collection[str]) -> set[int]:
         """Lets no prompt wait for prompts to these destinations. Returns their keys."""
         stalled = {key for key, one in self._prompts.items() if one.destination in destinations}
@@ -193,7 +366,7 @@ class Prompts:
         prompt.snapshots = () if windows else wanted
         prompt.images = prompt.request.scoped_images
         self._batches.add(prompt)
-        self.backlog.add(key, prompt.tokens, cached_tokens, prompt.priority)
+        self.expect(prompt, cached_tokens)
         self._shared.started(key)
 
     def withdraw(self, key: int) -> None:
@@ -262,3 +435,85 @@ class Prompts:
 
     def step_ended(self) -> None:
         self._steps_waited = self._steps_waited + 1 if self._batches else 0
+
+
+class Attempts:
+    """The latest attempt number of each (request, child), so that calls of earlier attempts can be
+    refused. An entry expires when no earlier attempt can hold a lease any more."""
+
+    def __init__(self) -> None:
+        # least recently seen first
+        self._seen: OrderedDict[tuple[Identity, int], tuple[int, float]] = OrderedDict()
+
+    def take(self, request: Request, children: Iterable[Child], attempt: int, now: float) -> None:
+        """Records an attempt. Raises HandoffError if a later attempt was recorded."""
+        keys = [(request.identity, child.index) for child in children]
+        for key in keys:
+            latest, _ = self._seen.get(key, (attempt, now))
+            if attempt < latest:
+                raise HandoffError(
+                    f"request {request.request_id!r}, child {key[1]}: attempt {attempt} comes after"
+                    f" attempt {latest}; it is ignored"
+                )
+        for key in keys:
+            self._seen[key] = (attempt, now)
+            self._seen.move_to_end(key)
+
+    def forget_before(self, instant: float) -> None:
+        while self._seen and next(iter(self._seen.values()))[1] < instant:
+            self._seen.popitem(last=False)
+
+
+def causal_pairs(start: int, end: int) -> float:
+    return (end - start) * start + (end - start) * (end - start + 1) / 2
+
+
+class Backlog:
+    """The prefill work that a mesh has accepted but not computed yet.
+
+    Invariant: both sums are zero when no work is left.
+
+    Attributes:
+        tokens: Number of uncomputed positions.
+        pairs: Number of (query, key) pairs of causal attention in which the query is uncomputed,
+            which estimates the cost of attention.
+    """
+
+    def __init__(self) -> None:
+        self.tokens = 0
+        self.pairs = 0.0
+        # first uncomputed position, end of the prompt, and priority
+        self._prompts: dict[int, tuple[int, int, int]] = {}
+
+    def add(self, key: int, tokens: int, cached_tokens: int = 0, priority: int = 0) -> None:
+        self.forget(key)
+        self._prompts[key] = cached_tokens, tokens, priority
+        self._count(cached_tokens, tokens, 1)
+
+    def by_priority(self) -> dict[int, int]:
+        tokens: dict[int, int] = {}
+        for start, end, priority in self._prompts.values():
+            tokens[priority] = tokens.get(priority, 0) + end - start
+        return tokens
+
+    def computed(self, key: int, tokens: int) -> None:
+        known = self._prompts.get(key)
+        if known is None:
+            return
+        start, end, priority = known
+        until = min(end, start + tokens)
+        self._count(start, until, -1)
+        if until == end:
+            del self._prompts[key]
+        else:
+            self._prompts[key] = until, end, priority
+
+    def forget(self, key: int) -> None:
+        known = self._prompts.pop(key, None)
+        if known is not None:
+            start, end, _ = known
+            self._count(start, end, -1)
+
+    def _count(self, start: int, end: int, sign: int) -> None:
+        self.tokens += sign * (end - start)
+        self.pairs += sign * causal_pairs(start, end)

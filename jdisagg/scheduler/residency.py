@@ -22,6 +22,7 @@ Invariants (each is a test of the same name in tests/scheduler/test_residency.py
 import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
 from hashlib import blake2b
 
@@ -35,7 +36,7 @@ from jdisagg.request import Request
 from jdisagg.scheduler.kept_events import KeptEvents
 from jdisagg.scheduler.kept_log import KeptLog
 from jdisagg.scheduler.page_ledger import LedgerError, PageLedger
-from jdisagg.scheduler.retention import EvictionOrder, Retained
+from jdisagg.scheduler.retention import EvictionOrder, Retained, SessionBlocks
 from jdisagg.scheduler.snapshots import Snapshots, wanted_snapshots
 
 NAME_BYTES = 32
@@ -215,6 +216,19 @@ class ResidencyTree:
         for name in (*idle, *(name for name in self._blocks if name not in idle)):
             yield name, self._indices[name], name not in idle
 
+    def drop(self, names: Iterable[bytes]) -> None:
+        """Caches these blocks no longer. Sequences keep their pages."""
+        for name in self._blocks.keys() & names:
+            for page in self._blocks.pop(name):
+                del self._names[page]
+                self._ledger.keep_no_longer(page)
+            del self._indices[name]
+            self._awaited.discard(name)
+            self._log.lost(name)
+            self._changed(name, False)
+            if self.snapshots is not None:
+                self.snapshots.drop(name)
+
     def clear(self) -> int:
         blocks = len(self._blocks)
         for page in self._names:
@@ -267,6 +281,7 @@ class Residency:
         self.block_tokens = math.lcm(names.grain_tokens, page_size) if names else 0
         self.log = KeptLog()
         self.retained = Retained()
+        self.sessions = SessionBlocks(self.log.__contains__)
         self.snapshots: tuple[Snapshots, ...] = tuple(snapshots) if names else ()
         self._trees = [self._tree(rank) for rank in range(len(ledgers))] if names else []
         self.cut_tokens = names.cut_tokens if names else None
@@ -324,6 +339,15 @@ class Residency:
     def pages(self, rank: int, name: bytes) -> tuple[int, ...]:
         tree = self._trees[rank]
         return tree.pages((name,)) if name in tree else ()
+
+    def demote(self, rank: int, name: bytes) -> None:
+        """Lets a cached block be evicted before all others until it is used or promoted. Another
+        tier has it."""
+        self._ledgers[rank].demote(self.pages(rank, name))
+
+    def promote(self, name: bytes) -> None:
+        for rank, ledger in enumerate(self._ledgers):
+            ledger.promote(self.pages(rank, name))
 
     @property
     def trees(self) -> Sequence[ResidencyTree]:
@@ -386,6 +410,7 @@ class Residency:
             return ()
         chain = self._names.chain(request, tokens, self.block_tokens, known)
         self.retained.asked(request, chain, self.block_tokens)
+        self.sessions.noted(request, chain, self.retained.now)
         if self._events is not None:
             # Other projects' routers see only placeholder tokens and would treat different images
             # as equal.
@@ -518,9 +543,19 @@ class Residency:
         blocks = sum([tree.clear() for tree in trees])
         if rank is None:
             self.log.cleared()
+            self.sessions.clear()
             if self._events is not None:
                 self._events.cleared()
         return blocks
+
+    def drop(self, names: AbstractSet[bytes]) -> None:
+        """Drops these blocks with their retention. No tier copies them."""
+        for tree in self._trees:
+            tree.drop(names)
+        for of_rank in self.snapshots:
+            of_rank.take_evicted()
+        self._given_up = [one for one in self._given_up if one.name not in names]
+        self.retained.forget(names)
 
     def _first(self, chain: Chain, tokens: int) -> Chain:
         return chain[: tokens // self.block_tokens]

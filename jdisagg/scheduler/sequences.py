@@ -1,21 +1,34 @@
-"""The state of a request on a decode worker. A group reserves pages. Its children are the
-sequences, one for each sample of a request with n > 1.
+"""The state of a request on a worker: its prompt and, if it is decoded there, a group that reserves
+pages. The group's children are the sequences, one for each sample of a request with n > 1.
 
 `generated` holds all tokens of a sequence after the prompt, including those of earlier attempts.
 Steps are issued before earlier results are read, so `issued_position` is the sequence's position
-after all commands in flight."""
+after all commands in flight.
+
+Requests are served in order of arrival, but each unit of priority makes a request
+`PRIORITY_SECONDS` older, up to `MOST_PRIORITY` units. So requests of low priority do not starve:
+after enough time in the queue, a request is served before newer requests of higher priority. The
+sequences of the lowest priority are preempted first, and among these the newest. No sequence is
+preempted for ("yields to") an equal or lower priority.
+
+Invariants (each is a test of the same name in tests/scheduler/test_priorities.py):
+- only_a_lower_priority_yields_and_not_for_ever
+- the_lowest_and_newest_are_preempted_and_no_more_than_needed
+"""
 
 import enum
+from collections.abc import Sequence as Sized
 from dataclasses import dataclass, field
 
+from jdisagg.messages.ports import Child
 from jdisagg.messages.step_commands import SampleSpec
 from jdisagg.plain import plain
-from jdisagg.prompt.logprobs import POOLINGS
+from jdisagg.prompt.images import PromptImage
+from jdisagg.prompt.logprobs import LAST, POOLINGS, PromptLogprobs
 from jdisagg.request import FinishReason, Request, TokenLogprobs
 from jdisagg.scheduler.acceptance import Acceptance
 from jdisagg.scheduler.handoff import Handoff
 from jdisagg.scheduler.ngram import NgramSearch
-from jdisagg.scheduler.priorities import head_start, yields
 from jdisagg.scheduler.residency import Chain
 
 
@@ -184,3 +197,172 @@ class ChildProgress:
     preempted: bool = False
     moved: bool = False
     yielded: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class Prompt:
+    """The prompt of a request, and the tokens that earlier attempts generated, from its arrival at
+    a mesh until all its tokens are in issued chunks, or until its KV comes from another worker.
+
+    Attributes:
+        key: Identifies the prompt on its worker, and owns its pages.
+        destination: Decode worker to which the KV is sent; empty if it stays.
+        since: Time from which the prompt counts as waiting, if not from its arrival.
+        decodes: Whether its answer is generated on this mesh. Otherwise its KV is sent.
+        computes: Whether this mesh computes the uncached tokens. At least one token is then treated
+            as uncached.
+        chain: Names (hashes) of the full blocks; empty if no cached blocks may be used.
+        useful: Names of the blocks among the `most_known` first positions.
+        known: For each rank, the number of leading blocks of `useful` that were in pages at the
+            last look-up.
+        cached: For each rank, the number of leading positions after which a chunk could have begun
+            at the last look-up; empty if no block is useful.
+        rank: Data-parallel rank of the pages, or -1 if a prompt to compute has none.
+        windows: Page table for sliding-window layers, if these have pages of their own.
+        cached_tokens: Number of leading positions whose KV was in the pages at the start.
+        epoch: Epoch of the prefix cache when the prompt got pages. Each clear of the cache starts a
+            new epoch.
+        offers_from: First position whose KV is sent to a decode worker, a multiple of
+            `granule_tokens`; None if no KV is sent.
+        snapshots: Positions, ascending, at which snapshots of the state are wanted.
+        issued_tokens: Number of leading positions that are cached or part of issued chunks.
+        scores: Log-probabilities of the parts that are computed.
+    """
+
+    key: int
+    request: Request
+    children: tuple[Child, ...]
+    arrival: float
+    attempt: int = 1
+    computes: bool = True
+    decodes: bool = True
+    since: float | None = None
+    destination: str = ""
+    chain: Chain = ()
+    useful: Chain = ()
+    known: tuple[int, ...] = ()
+    cached: tuple[int, ...] = ()
+    rank: int = -1
+    pages: tuple[int, ...] = ()
+    windows: tuple[int, ...] = ()
+    state: int = 0
+    cached_tokens: int = 0
+    epoch: int = 0
+    samples: tuple[SampleSpec, ...] = ()
+    adapter: int = 0
+    images: tuple[PromptImage, ...] = ()
+    offers_from: int | None = None
+    snapshots: tuple[int, ...] = ()
+    issued_tokens: int = 0
+    scores: list[PromptLogprobs] = field(default_factory=list)
+    token_ids: tuple[int, ...] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.token_ids = self.request.prompt_token_ids + self.children[0].accepted
+
+    @property
+    def order(self) -> tuple[float, int]:
+        since = self.arrival if self.since is None else self.since
+        return (since - head_start(self.priority), self.key)
+
+    @property
+    def priority(self) -> int:
+        return self.request.priority
+
+    @property
+    def tokens(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def prompt_logprobs(self) -> int | None:
+        """Number of log-probabilities to return for each prompt token, or LAST or SUM for a hidden
+        state, or None."""
+        return wanted_of_prompt(self.request, self.children[0].accepted)
+
+    @property
+    def all_scores(self) -> PromptLogprobs | None:
+        return PromptLogprobs.joined(self.scores) if self.scores else None
+
+    @property
+    def most_known(self) -> int:
+        """Number of leading positions that are not computed if they are cached."""
+        if not self.computes:
+            return self.tokens
+        return self.tokens - 1 if self.prompt_logprobs in (None, LAST) else 0
+
+    @property
+    def known_tokens(self) -> int:
+        return max(self.cached, default=0)
+
+    @property
+    def begun(self) -> bool:
+        return self.issued_tokens > self.cached_tokens
+
+    @property
+    def left_tokens(self) -> int:
+        return self.tokens - self.issued_tokens
+
+    def most_tokens(self, grain: int) -> int:
+        """Returns the largest number of next tokens that one row may have. A row makes at most one
+        snapshot, after a multiple of `grain` tokens or at its end."""
+        ahead = [at - self.issued_tokens for at in self.snapshots if at > self.issued_tokens]
+        ends = len(ahead) > 1 or (ahead and ahead[0] % grain)
+        return ahead[0] if ends else self.left_tokens
+
+
+PRIORITY_SECONDS = 30.0
+MOST_PRIORITY = 10
+
+
+def head_start(priority: int) -> float:
+    """Returns by how many seconds a priority makes a request older in the queue. Negative for
+    negative priorities."""
+    return PRIORITY_SECONDS * max(-MOST_PRIORITY, min(MOST_PRIORITY, priority))
+
+
+def yields(priority: int, aside_seconds: float, to_priority: int) -> bool:
+    return aside_seconds < head_start(to_priority) - head_start(priority)
+
+
+@plain
+class YieldingSequence:
+    """A sequence that may be preempted, or a prompt that may lose its pages.
+
+    Attributes:
+        slots: Number of its batch or state slots, or of its pages of windows.
+        computed: Whether all its KV is in pages. If it is not, a preemption loses the part that was
+            computed.
+    """
+
+    key: int
+    priority: int
+    newness: tuple[float, int, int]
+    pages: int
+    computed: bool = True
+    slots: int = 1
+
+
+def to_preempt(
+    holders: Sized[YieldingSequence], pages: int, slots: int
+) -> list[YieldingSequence] | None:
+    """Chooses the sequences that are preempted on one rank, lowest priority first.
+
+    Returns:
+        The fewest sequences that suffice, in order of preemption, or None if all together do not
+            suffice.
+    """
+    order = sorted(holders, key=lambda one: one.newness, reverse=True)
+    order.sort(key=lambda one: (one.priority, not one.computed))
+    chosen: list[YieldingSequence] = []
+    for holder in order:
+        if pages <= 0 and slots <= 0:
+            break
+        chosen.append(holder)
+        pages, slots = pages - holder.pages, slots - holder.slots
+    if pages > 0 or slots > 0:
+        return None
+    for holder in reversed(chosen):  # a later choice may suffice alone
+        if pages + holder.pages <= 0 and slots + holder.slots <= 0:
+            chosen.remove(holder)
+            pages, slots = pages + holder.pages, slots + holder.slots
+    return chosen

@@ -173,11 +173,8 @@ class TransferTimeouts(Settings):
     outlet_idle_seconds: Positive = 300.0
     link_try_seconds: Positive = 3.0
 
-    # A receiver must not count on buffers that the sender has freed.
-    fresh_seconds = _Times("outlet_idle_seconds", 2 / 3)
     link_send_seconds = _Times("link_try_seconds", 2 / 3)  # one try: a lost message is sent again
     ask_again_seconds = _Times("link_try_seconds", 1 / 3)  # before an unanswered pull is repeated
-    flush_seconds = _Times("link_try_seconds", 1 / 3)  # the sender ends an abandoned pull
     quiet_seconds = _Times("link_try_seconds", 1 / 3)  # a connection that received lately is alive
     slack_seconds = _Times("link_try_seconds", 1 / 3)  # from a pull's deadline to its posting's end
     error_seconds = _Times("link_try_seconds", 5 / 3)  # an error waits for a request on its way

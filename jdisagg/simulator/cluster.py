@@ -16,14 +16,13 @@ from jdisagg.dispatch.frontend import ServingPath
 from jdisagg.dispatch.membership import Membership, cluster_ports
 from jdisagg.dispatch.placer import PlacerSettings, rules_of
 from jdisagg.dispatch.request_path import RequestPath
-from jdisagg.dispatch.router_events import NO_ROUTER_EVENTS, RouterEvents
 from jdisagg.dispatch.token_stream import TextDelta
 from jdisagg.errors import ConfigError, UnavailableError
 from jdisagg.messages.kept_blocks import KeptMark
 from jdisagg.messages.registry import ModelCard, WorkerCard
 from jdisagg.messages.worker_status import WorkerRole
 from jdisagg.request import Request
-from jdisagg.router.decision import PlacementPolicy
+from jdisagg.router.decision import NO_ROUTER_EVENTS, PlacementPolicy, RouterEvents
 from jdisagg.router.known_blocks import KnownBlocks
 from jdisagg.simulator.channel import ChannelEnd, SimulatedChannel
 from jdisagg.simulator.executor import EngineTraits, SimulatedExecutor

@@ -293,8 +293,10 @@ def kv_spec(geometry: CostGeometry, dtype: str) -> KVSpec:
         key = KVComponent("index", 0, attention.index_dim)
         indexed = [KVLayer((*layer.components, key)) for layer in spec.layers[first:]]
         return KVSpec((*spec.layers[:first], *indexed), dtype)
-    if (full := attention.full) is None:
+    if attention.full is None and not attention.shared_layers:
         return spec
-    count = geometry.attention_layers - attention.windowed_layers
-    others = _grouped(full, count, dtype)
-    return KVSpec(spec.layers[: attention.windowed_layers] + others.layers, dtype)
+    layers: tuple[KVLayer, ...] = ()
+    for kind, own in geometry.kv_kinds:
+        assert isinstance(kind, GroupedAttention)
+        layers += _grouped(kind, own, dtype).layers
+    return KVSpec(layers, dtype)

@@ -16,7 +16,6 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from jdisagg.dispatch.router_events import NO_ROUTER_EVENTS, RouterEvents
 from jdisagg.errors import (
     DeadlineExceededError,
     InvalidRequestError,
@@ -27,6 +26,7 @@ from jdisagg.errors import (
 )
 from jdisagg.messages.worker_status import WorkerRole
 from jdisagg.request import Request, SamplingParams, Timings
+from jdisagg.router.decision import NO_ROUTER_EVENTS, RouterEvents
 from jdisagg.simulator.cluster import SimulatedCluster
 from jdisagg.simulator.fleet import Fleet
 from jdisagg.simulator.gaps import Gaps

@@ -66,8 +66,7 @@ class Outlet(Protocol):
     """The sending side of a backend: serves KV pieces to one receiver process. Not thread-safe.
 
     Attributes:
-        address: Address of a server from which the receiver may pull before the sender has
-            answered. "" if the backend has no such server.
+        address: Address of the server from which the receiver pulls. "" if the backend has none.
         answers_early: When the sender answers the receiver. True: after `reserve`, because the
             receiver can detect when the arrays are written. False: after `write`.
     """
@@ -97,10 +96,6 @@ class Outlet(Protocol):
         """Withdraws the arrays of a pull. The receiver may be reading them. `reason`: error text
         for a receiver that still waits for the arrays."""
         ...
-
-    def refuse(self, pull_id: int, leaves: int, reason: str) -> None:
-        """Fails a pull that the receiver has started at `address` although nothing is reserved for
-        it."""
 
     def tick(self) -> None:
         """Ends the pulls whose deadline has passed. The sender calls this method a few times a
@@ -152,8 +147,6 @@ class Inlet(Protocol):
 
     Attributes:
         backend: Name of the backend that the sender is asked to use.
-        has_server: Whether arrays are pulled from a server of the sender, possibly before the
-            sender answers. Such a pull can hang. It then blocks its connection.
         borrows: Whether received arrays are views of the sender's memory. The message `Pulled` is
             then sent when the last view is deleted, and the sender answers before it has written
             the arrays.
@@ -162,12 +155,8 @@ class Inlet(Protocol):
     """
 
     backend: KvBackend
-    has_server: bool = False
     borrows: bool = False
     reads: bool = False
-
-    def open(self, address: str) -> None:
-        """Connects to the sender's server. Does nothing for a backend without servers."""
 
     def pull(self, arrays: AnnouncedArrays) -> Sequence[jax.Array | Leaf]:
         """Starts to pull the arrays of one request. Returns one object to poll for each array.
@@ -178,6 +167,29 @@ class Inlet(Protocol):
         """Closes the connection. Arrays that were received before stay valid. `in_flight`: whether
         pulls over this connection are in progress."""
         ...
+
+    def flows(self, now: float, seconds: float) -> bool:
+        """Returns whether bytes of the sender have arrived within the last `seconds`."""
+        return False
+
+    def arrived(self, now: float) -> None:
+        """Records that a pull has arrived."""
+
+    def failed(self, address: str, now: float) -> bool:
+        """Records that a pull from this address failed without a message of the sender. Returns
+        whether the connection must be closed."""
+        return False
+
+    def abandon(self, arrays: Sequence[jax.Array | Leaf], until: float) -> None:
+        """Records arrays of a pull that was given up. They should end by `until`."""
+
+    def abandoned(self) -> int:
+        """Returns the number of pulls that were given up and whose arrays have not ended."""
+        return 0
+
+    def is_stuck(self, now: float) -> bool:
+        """Returns whether the connection must be closed, because abandoned arrays hang in it."""
+        return False
 
 
 class Backend(Protocol):

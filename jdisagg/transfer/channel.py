@@ -70,9 +70,6 @@ class PullTarget:
         codec: Name of the codec that packs the block's values for the transfer.
         leaves: Arrays of zeros like `zeros` for each array that the codec packs a piece into, [dp,
             C', granule * kv, T', x] with `block_sharding`. () without a codec.
-        heads: Number of KV heads of the whole block, or 0 if unknown. With `heads` and
-            `source_rank`, the receiver can plan the pieces before the sender answers.
-        source_rank: Index of the dp rank of the sending mesh that offers the block.
     """
 
     zeros: jax.Array
@@ -80,8 +77,6 @@ class PullTarget:
     peer: str = ""
     codec: str = "none"
     leaves: tuple[jax.Array, ...] = ()
-    heads: int = 0
-    source_rank: int = 0
 
     def __post_init__(self) -> None:
         if not 0 <= self.rank < self.zeros.shape[RANK_DIMENSION]:

@@ -26,7 +26,7 @@ from jdisagg.layout.mesh_card import MeshCard
 from jdisagg.layout.reshard_plan import ReshardPlan
 from jdisagg.transfer.boxes import HEAD_DIMENSION, plan_handoff, rank_placement
 from jdisagg.transfer.channel import BlockStamp, Offered, PullTarget
-from jdisagg.transfer.ended_offers import EndedOffers
+from jdisagg.transfer.offers import Offers
 from jdisagg.transfer.pieces import (
     OfferedBlock,
     PlannedPiece,
@@ -46,6 +46,10 @@ class _Offer:
     block: OfferedBlock
     pulls: weakref.WeakSet[PolledPull] = field(default_factory=weakref.WeakSet)
 
+    @property
+    def nbytes(self) -> int:
+        return self.block.nbytes
+
 
 _RouteKey = tuple[
     jax.sharding.Sharding, tuple[int, ...], int, jax.sharding.Sharding, tuple[int, ...], int
@@ -64,9 +68,8 @@ class InProcessChannel:
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self._lock = threading.Lock()
-        self._offers: dict[int, _Offer] = {}
+        self._offers: Offers[_Offer] = Offers()
         self._waiting: dict[int, list[tuple[PolledPull, PullTarget]]] = {}
-        self._ended = EndedOffers()
         self._routes: dict[_RouteKey, _Route] = {}
         self._moved: dict[tuple[int, int], int] = {}
         self._planned: dict[tuple[int, int], int] = {}
@@ -82,9 +85,8 @@ class InProcessChannel:
     ) -> None:
         offer = _Offer(OfferedBlock.of(block, rank, stamp))
         with self._lock:
-            if not self._ended.admits(offer_id, self._offers):
+            if not self._offers.add(offer_id, offer):
                 return
-            self._offers[offer_id] = offer
             waiting = self._waiting.pop(offer_id, [])
             offer.pulls.update(pull for pull, _ in waiting)
         for pull, target in waiting:
@@ -93,31 +95,29 @@ class InProcessChannel:
 
     def pull(self, offer_id: int, target: PullTarget, deadline_seconds: float) -> PolledPull:
         pull = PolledPull(offer_id, self._clock, deadline_seconds)
-        with self._lock:
-            self._forget_ended_waits()
-            offer = self._offers.get(offer_id)
-            ended = self._ended.how(offer_id)
-            if offer is not None:
-                offer.pulls.add(pull)
-            elif ended is None:
-                self._waiting.setdefault(offer_id, []).append((pull, target))
+        try:
+            with self._lock:
+                self._forget_ended_waits()
+                offer = self._offers.get(offer_id)
+                if offer is not None:
+                    offer.pulls.add(pull)
+                else:
+                    self._waiting.setdefault(offer_id, []).append((pull, target))
+        except HandoffError as error:  # the offer has ended
+            pull.fail(error)
+            return pull
         if offer is not None:
             self._begin(pull, offer, target)
-        elif ended is not None:
-            pull.fail(HandoffError(f"offer {offer_id:#x} was {ended}"))
         return pull
 
     def release(self, offer_id: int) -> None:
-        with self._lock:
-            if self._offers.pop(offer_id, None) is not None:
-                self._ended.released(offer_id)
+        self._offers.release(offer_id)
 
     def revoke(self, offer_id: int, reason: str) -> None:
         with self._lock:
-            offer = self._offers.pop(offer_id, None)
+            offer = self._offers.revoke(offer_id, reason)
             pulls = list(offer.pulls) if offer else []
             pulls += [pull for pull, _ in self._waiting.pop(offer_id, [])]
-            self._ended.revoked(offer_id, reason)
         for pull in pulls:
             pull.fail(HandoffError(f"offer {offer_id:#x} was revoked: {reason}"))
 
@@ -127,10 +127,7 @@ class InProcessChannel:
         warm_pieces(source_mesh, shape, target.zeros.dtype, target.granule, target.codec)
 
     def offered(self) -> Offered:
-        with self._lock:
-            return Offered(
-                len(self._offers), sum(offer.block.nbytes for offer in self._offers.values())
-            )
+        return self._offers.offered()
 
     def bytes_per_pair(self) -> dict[tuple[int, int], int]:
         with self._lock:

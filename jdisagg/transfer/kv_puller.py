@@ -1,33 +1,29 @@
 """The receiving half of `NegotiatedChannel`: requests, pulls and assembles the sender's pieces.
 
-The receiver may also pull ahead, which means before the answer: it computes the same plan of pieces
-as the sender, and pulls from the sender's server before the pieces are posted. Invariants:
+Each request follows `WORKFLOW` (messages/kv_plane.py). Invariants:
 - Each request has a new random id. A retry of a failed pull is a new pull with new ids. An
   unanswered request is sent again with the same id, because messages may be lost. The sender serves
   each id once.
 - Global arrays are made only after all pieces have arrived, so that no program waits for a
   transfer.
-- A connection is suspect after an error that is not the sender's own message. The cause may be a
-  failed program at the sender, or a broken socket of the connection, which would fail all later
-  pulls. After a second such error the connection is closed, and the next pull opens a new one.
 - A pull ends at its deadline, even if a sender does not answer. The deadline moves while bytes of
   the sender keep arriving, because a retry would only add load to a slow link. At the deadline the
-  requests of the pull are withdrawn. If the data of the pull is stuck on a connection that
-  transfers no other data, the connection is closed with an error, and the next pull opens a new
-  connection.
-- Without a plan, a receiver process sends requests to every process of the sender, because any of
+  requests of the pull are withdrawn. If the inlet finds its connection broken or stuck, the
+  connection is closed, and the next pull opens a new one.
+- A receiver process sends requests to every process of the sender, because any of
   them may hold pieces. Processes without pieces answer with an empty list. The pull is complete
   when this process's devices have all their pieces. This module must not distinguish backends: all
   differences are in `Inlet` (backend.py)."""
 
+import contextlib
 import functools
 import itertools
 import logging
-import math
 import secrets
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 
 import jax
 import msgspec
@@ -36,29 +32,22 @@ from jdisagg.clock import Clock
 from jdisagg.errors import HandoffError, IncompatiblePeerError, JdisaggError
 from jdisagg.layout.mesh_card import KvEnd, MeshCard
 from jdisagg.messages.kv_plane import (
+    BlockEvent,
+    BlockState,
+    KvLink,
     Leave,
-    Open,
-    Opened,
     Posted,
-    PostedPiece,
     Pulled,
+    PullRequest,
     Refused,
     Withdraw,
+    after,
 )
-from jdisagg.transfer.arrivals import received_bytes
 from jdisagg.transfer.assembly import Assembly
-from jdisagg.transfer.backend import AnnouncedArrays, Leaf
+from jdisagg.transfer.backend import AnnouncedArrays, Inlet, Leaf
 from jdisagg.transfer.backend_choice import BackendChoice
 from jdisagg.transfer.channel import PullTarget
 from jdisagg.transfer.channel_thread import ChannelThread
-from jdisagg.transfer.kv_link import KvLink
-from jdisagg.transfer.kv_requests import (
-    PeerState,
-    SentRequest,
-    Transfer,
-    pieces_by_sender,
-    request_of,
-)
 from jdisagg.transfer.pieces import add_counts
 from jdisagg.transfer.polled_pull import PolledPull, is_ready
 from jdisagg.transfer.sender_errors import named_error, sender_error
@@ -66,16 +55,70 @@ from jdisagg.transfer.transfer_engine import ID_BITS, EngineOptions
 
 # While bytes of the sender keep arriving, a pull may take this many times its time limit.
 MOST_PATIENCE = 12
-# Fewer bytes within a fraction of the time limit do not count as progress, because gRPC pings and
-# heartbeats of other processes on the sender's host are counted, too.
-LEAST_BYTES = 16 << 10
 
 _log = logging.getLogger(__name__)
 
 
+@dataclass(slots=True)
+class PeerState:
+    """State of the connection to one sender process.
+
+    Attributes:
+        link: Number of the current connection to the process. Each new connection has a higher
+            number.
+    """
+
+    end: KvEnd
+    link: int
+    inlet: Inlet
+
+
+@dataclass(slots=True, eq=False)
+class SentRequest:
+    """The request of one pull to one sender process.
+
+    Attributes:
+        arrays: One object to poll for each requested array. None until the transfer has started.
+        unread: Reason why the sender's memory could not be read. "" otherwise.
+    """
+
+    peer: PeerState
+    transfer: "Transfer"
+    request: PullRequest
+    sent_at: float = 0.0
+    state: BlockState = BlockState.ASKED
+    arrays: Sequence[jax.Array | Leaf] | None = None
+    address: str = ""
+    unread: str = ""
+
+    def advance(self, event: BlockEvent) -> bool:
+        """Returns whether the event changes the state."""
+        state = after(self.state, event)
+        if state is not None:
+            self.state = state
+        return state is not None
+
+    @property
+    def has_ended(self) -> bool:
+        return self.arrays is not None and all(map(is_ready, self.arrays))
+
+
+@dataclass(slots=True, eq=False)
+class Transfer:
+    """`patience_seconds`: seconds without arriving bytes after which the pull fails. `until`: time
+    at which the pull fails in any case."""
+
+    pull: PolledPull
+    source: str
+    assembly: Assembly
+    patience_seconds: float
+    until: float
+    requests: list[SentRequest] = field(default_factory=list)
+
+
 class KvPuller:
     """The receiving half of a channel (see the module's docstring). The lock guards `_cards`,
-    `_peers`, `_choice` and `_requests`. Only the puller's thread uses `_watched` and `_stuck`."""
+    `_peers`, `_choice` and `_requests`. Only the puller's thread uses `_watched`."""
 
     def __init__(
         self, clock: Clock, link: KvLink, options: EngineOptions, choice: BackendChoice
@@ -91,7 +134,6 @@ class KvPuller:
         self._numbers = itertools.count(1)
         self._moved: dict[tuple[int, int], int] = {}
         self._watched: list[Transfer] = []
-        self._stuck: list[tuple[SentRequest, float]] = []
         self._unreported: list[tuple[KvEnd, Pulled]] = []
         self._report_at = self._watch_at = 0.0
         self._thread = ChannelThread("kv-pull", self._watch)
@@ -99,17 +141,12 @@ class KvPuller:
     def connect(self, peer: str, card: MeshCard) -> None:
         with self._lock:
             known = self._cards.setdefault(peer, card)
-            opened = [
-                self._peer(end) for end in card.ends if card.transports == self._options.transports
-            ]
+            if card.transports == self._options.transports:
+                for end in card.ends:
+                    self._peer(end)
         assert known == card, (
             f"peer {peer!r} was introduced with another mesh; its name must hold its boot id"
         )
-        for state in opened:
-            if state.inlet.has_server:
-                self._link.send(
-                    state.end, Open(state.end.boot_id, state.link, self._options.transports)
-                )
 
     def disconnect(self, peer: str) -> None:
         with self._lock:
@@ -123,20 +160,17 @@ class KvPuller:
 
     def pull(self, offer_id: int, target: PullTarget, deadline_seconds: float) -> PolledPull:
         pull = PolledPull(offer_id, self._clock, deadline_seconds)
-        try:
+        with _failing(pull, f"the pull of offer {offer_id:#x} could not begin"):
             self._begin(pull, offer_id, target, deadline_seconds)
-        except JdisaggError as error:
-            pull.fail(error)
-        except Exception as error:
-            pull.fail(HandoffError(f"the pull of offer {offer_id:#x} could not begin: {error}"))
         return pull
 
-    def handle(self, sender: KvEnd, message: Opened | Posted | Refused) -> None:
+    def handle(self, sender: KvEnd, message: Posted | Refused) -> None:
         self._thread.submit(lambda: self._take(sender, message))
 
     def under_way(self) -> int:
         with self._lock:
-            return len(self._requests) + len(self._stuck)
+            peers = list(self._peers.values())
+            return len(self._requests) + sum(peer.inlet.abandoned() for peer in peers)
 
     def bytes_per_pair(self) -> dict[tuple[int, int], int]:
         with self._lock:
@@ -169,45 +203,28 @@ class KvPuller:
             key = (target.peer, target.zeros.shape, target.rank)
             turn = self._turns[key] = self._turns.get(key, -1) + 1
             peers = [self._peer(end) for end in card.ends]
-            ahead = self._plan_ahead(card, peers, target, assembly, turn)
-            for place, peer in enumerate(peers):
-                if ahead is None or place in ahead:
-                    pieces = ahead[place] if ahead is not None else ()
-                    sent = SentRequest(
-                        secrets.randbits(ID_BITS), peer, transfer, self._clock.now(), ahead=pieces
-                    )
-                    transfer.requests.append(sent)
-                    self._requests[sent.pull_id] = sent
+            for peer in peers:
+                request = request_of(
+                    peer, assembly, offer_id, target, self._options.transports, turn
+                )
+                transfer.requests.append(SentRequest(peer, transfer, request))
+                self._requests[request.pull_id] = transfer.requests[-1]
         for sent in transfer.requests:
-            sent.peer.used = self._clock.now()
-            sent.request = request_of(
-                sent, offer_id, target, deadline_seconds, self._options.transports, turn
-            )
-            self._link.send(sent.peer.end, sent.request)
-        self._thread.submit(
-            lambda: self._watch_new(transfer, target.heads if ahead is not None else 0)
-        )
+            self._ask(sent)
+        self._thread.submit(lambda: self._watched.append(transfer))
 
-    def _plan_ahead(
-        self,
-        card: MeshCard,
-        peers: list[PeerState],
-        target: PullTarget,
-        assembly: Assembly,
-        turn: int,
-    ) -> dict[int, tuple[PostedPiece, ...]] | None:
-        """The caller must hold the lock."""
-        fresh = self._clock.now() - self._timeouts.fresh_seconds
-        if not target.heads or any(not peer.address or peer.used < fresh for peer in peers):
-            return None
-        return pieces_by_sender(card, target, assembly, turn)
+    def _ask(self, sent: SentRequest) -> None:
+        """Asks for the block, again if no answer came or the deadline has moved."""
+        sent.sent_at = self._clock.now()
+        left = sent.transfer.pull.deadline - sent.sent_at
+        request = msgspec.structs.replace(sent.request, deadline_seconds=left)
+        self._link.send(sent.peer.end, request)
 
     def _peer(self, end: KvEnd) -> PeerState:
         """The caller must hold the lock."""
         if end not in self._peers:
-            peer = PeerState(
-                end, next(self._numbers), self._choice.inlet(end), moved=self._clock.now()
-            )
+            peer = PeerState(end, next(self._numbers), self._choice.inlet(end))
+            peer.inlet.arrived(self._clock.now())
             self._peers[end] = peer
             _log.info("KV comes from %s", self._described(peer))
         return self._peers[end]
@@ -217,69 +234,35 @@ class KvPuller:
 
     # The methods below run on the thread.
 
-    def _watch_new(self, transfer: Transfer, heads: int) -> None:
-        self._watched.append(transfer)
-        try:
-            if heads and not transfer.pull.is_ready():
-                transfer.assembly.expect(heads, ())  # needed if this process's devices get nothing
-                for sent in transfer.requests:
-                    assert sent.request is not None
-                    expected = Posted(
-                        sent.pull_id, sent.peer.link, sent.request.address, heads, sent.ahead
-                    )
-                    self._receive(sent, expected)
-                self._deliver(transfer)
-        except JdisaggError as error:
-            transfer.pull.fail(error)
-        except Exception as error:
-            transfer.pull.fail(HandoffError(f"the pieces could not be pulled: {error}"))
-
-    def _opened(self, sender: KvEnd, message: Opened) -> None:
-        with self._lock:
-            peer = self._peers.get(sender)
-        if peer is not None and peer.link == message.link:
-            peer.inlet.open(message.address)
-            peer.used = self._clock.now()
-            peer.address = message.address
-
-    def _take(self, sender: KvEnd, message: Opened | Posted | Refused) -> None:
-        if isinstance(message, Opened):
-            return self._opened(sender, message)
+    def _take(self, sender: KvEnd, message: Posted | Refused) -> None:
         with self._lock:
             sent = self._requests.get(message.pull_id)
         if sent is None or sent.peer.end != sender:
             return  # the pull has ended, or the message is from another process
+        refused = isinstance(message, Refused)
+        if after(sent.state, BlockEvent.REFUSE if refused else BlockEvent.POST) is None:
+            return  # a duplicate
         if isinstance(message, Refused):
-            sent.refused = True
+            sent.advance(BlockEvent.REFUSE)
             return sent.transfer.pull.fail(named_error(message.error, message.message))
-        if sent.arrays is not None or sent.transfer.pull.is_ready():
-            return  # a duplicate, or the pull has ended and will be withdrawn
-        try:
+        if sent.transfer.pull.is_ready():
+            return  # the pull has ended and will be withdrawn
+        with _failing(sent.transfer.pull, f"the pieces could not be pulled from {sender.control}"):
             if message.link != sent.peer.link:
                 raise _dropped(sent.peer)
             self._receive(sent, message)
-            if message.address:
-                sent.peer.address = message.address
             self._deliver(sent.transfer)
-        except JdisaggError as error:
-            sent.transfer.pull.fail(error)
-        except Exception as error:
-            sent.transfer.pull.fail(
-                HandoffError(f"the pieces could not be pulled from {sender.control}: {error}")
-            )
 
     def _receive(self, sent: SentRequest, answer: Posted) -> None:
         peer, assembly = sent.peer, sent.transfer.assembly
         with self._lock:
             if self._peers.get(peer.end) is not peer:  # its sender has closed the posting
                 raise _dropped(peer)
-        if sent.ahead and answer.address != peer.address:
-            raise _dropped(peer)
         avals = assembly.expect(answer.heads, answer.pieces)
         arrays: Sequence[jax.Array | Leaf] = ()
         if avals:
             deadline = sent.transfer.pull.deadline
-            pulled = functools.partial(self._report_pulled, peer.end, sent.pull_id, 0.0)
+            pulled = functools.partial(self._report_pulled, peer.end, sent.request.pull_id, 0.0)
             try:
                 announced = AnnouncedArrays(
                     answer,
@@ -292,6 +275,7 @@ class KvPuller:
                 sent.unread = error.message
                 raise
             assembly.coming(answer.pieces, arrays)
+        sent.advance(BlockEvent.POST)
         sent.arrays, sent.address = arrays, answer.address
 
     def _report_pulled(self, end: KvEnd, pull_id: int, seconds: float) -> None:
@@ -323,22 +307,13 @@ class KvPuller:
             return early
         self._watch_at = time.monotonic() + self._timeouts.watch_seconds
         self._settle_all()
-        now = self._clock.now()
-        stuck: list[tuple[SentRequest, float]] = []
-        for sent, deadline in self._stuck:
-            if sent.has_ended:
-                continue
-            moved = max(sent.peer.moved, sent.peer.flowed)
-            if now >= deadline and now - moved >= self._timeouts.quiet_seconds:
-                self._drop(sent.peer)
-            else:
-                stuck.append((sent, deadline))
-        self._stuck = stuck
-        return (
-            self._timeouts.watch_seconds
-            if self._watched or self._stuck or self._unreported
-            else self._timeouts.idle_seconds
-        )
+        with self._lock:
+            peers = list(self._peers.values())
+        for peer in peers:
+            if peer.inlet.is_stuck(self._clock.now()):
+                self._drop(peer)
+        waits = self._watched or self._unreported or any(peer.inlet.abandoned() for peer in peers)
+        return self._timeouts.watch_seconds if waits else self._timeouts.idle_seconds
 
     def _settle_all(self) -> None:
         under_way: list[Transfer] = []
@@ -358,24 +333,12 @@ class KvPuller:
         if left > half or now >= transfer.until:
             return
         moving = [sent for sent in transfer.requests if sent.arrays and not sent.has_ended]
-        if not any([self._flows(sent.peer, now, half) for sent in moving]):
+        if not any([sent.peer.inlet.flows(now, half) for sent in moving]):
             return
         seconds = min(transfer.patience_seconds, transfer.until - now)
         transfer.pull.extend(seconds)
         for sent in moving:
-            if sent.request is not None:
-                request = msgspec.structs.replace(sent.request, deadline_seconds=seconds)
-                self._link.send(sent.peer.end, request)
-
-    def _flows(self, peer: PeerState, now: float, seconds: float) -> bool:
-        if peer.inlet.has_server and now - peer.counted >= seconds / 4:
-            first, peer.counted = peer.counted == -math.inf, now
-            received = received_bytes(peer.address, peer.end.control)
-            if received - peer.received >= LEAST_BYTES and not first:
-                peer.received, peer.flowed = received, now
-            elif first or received < peer.received:  # a connection was closed
-                peer.received = received
-        return now - peer.flowed < seconds
+            self._ask(sent)
 
     def _report(self) -> None:
         for end, pulled in self._unreported:
@@ -394,20 +357,11 @@ class KvPuller:
         return False
 
     def _send_again(self, transfer: Transfer) -> None:
-        now = self._clock.now()
+        due = self._clock.now() - self._timeouts.ask_again_seconds
         for sent in transfer.requests:
-            if (
-                (sent.arrays is None or sent.ahead or sent.peer.inlet.borrows)
-                and sent.request is not None
-                and now - sent.sent_at >= self._timeouts.ask_again_seconds
-            ):
-                sent.sent_at = now
-                self._link.send(
-                    sent.peer.end,
-                    msgspec.structs.replace(
-                        sent.request, deadline_seconds=transfer.pull.deadline - now
-                    ),
-                )
+            waits = sent.state is BlockState.ASKED or sent.peer.inlet.borrows
+            if waits and sent.sent_at <= due:
+                self._ask(sent)
 
     def _settle(self, transfer: Transfer) -> None:
         arrived = transfer.pull.failed() is None or transfer.assembly.assembled
@@ -419,29 +373,25 @@ class KvPuller:
             # The request is removed last. A caller that finds no request in progress therefore
             # never pulls over a failed connection.
             with self._lock:
-                self._requests.pop(sent.pull_id, None)
+                self._requests.pop(sent.request.pull_id, None)
         transfer.requests.clear()
 
     def _settle_ended(self, sent: SentRequest, arrays: Sequence[jax.Array | Leaf]) -> None:
         peer, inlet = sent.peer, sent.peer.inlet
         error = _error_of(arrays)
+        sent.advance(BlockEvent.ARRIVE if error is None else BlockEvent.GIVE_UP)
         if error is None and arrays:
-            peer.moved = self._clock.now()
+            inlet.arrived(self._clock.now())
             with self._lock:
                 self._choice.succeeded(peer.end, inlet.backend)
             if not inlet.borrows:  # borrowed memory is reported when no array needs it
-                self._report_pulled(peer.end, sent.pull_id, self._timeouts.pulled_seconds)
+                seconds = self._timeouts.pulled_seconds
+                self._report_pulled(peer.end, sent.request.pull_id, seconds)
         elif error is not None and inlet.reads:
-            self._link.send(peer.end, Withdraw(sent.pull_id))
+            self._link.send(peer.end, Withdraw(sent.request.pull_id))
             self._lose(peer, error)
-        elif error and not sender_error(error) and sent.address == peer.address:
-            self._suspect(peer)
-
-    def _suspect(self, peer: PeerState) -> None:
-        now = self._clock.now()
-        if now - peer.suspected < self._timeouts.suspect_seconds:
+        elif error and not sender_error(error) and inlet.failed(sent.address, self._clock.now()):
             self._drop(peer)
-        peer.suspected = now
 
     def _give_up(self, sent: SentRequest) -> None:
         peer, inlet = sent.peer, sent.peer.inlet
@@ -449,11 +399,10 @@ class KvPuller:
             self._lose(peer, sent.unread or "nothing came before the deadline")
         # A sender that has refused the request has withdrawn the pull already. It still keeps the
         # leaves if this process reads the sender's memory directly.
-        if not sent.refused or inlet.reads:
-            self._link.send(peer.end, Withdraw(sent.pull_id, bool(sent.ahead)))
-        if sent.arrays is not None and inlet.has_server:
-            flushed = self._clock.now() + self._timeouts.flush_seconds if sent.ahead else 0.0
-            self._stuck.append((sent, max(sent.transfer.pull.deadline, flushed)))
+        if sent.advance(BlockEvent.GIVE_UP) or inlet.reads:
+            self._link.send(peer.end, Withdraw(sent.request.pull_id))
+        if sent.arrays is not None:
+            inlet.abandon(sent.arrays, sent.transfer.pull.deadline)
 
     def _is_unproven(self, sent: SentRequest) -> bool:
         with self._lock:
@@ -469,9 +418,7 @@ class KvPuller:
         with self._lock:
             if self._peers.get(peer.end) is peer:
                 del self._peers[peer.end]
-        requests = [sent for transfer in self._watched for sent in transfer.requests] + [
-            sent for sent, _ in self._stuck
-        ]
+        requests = [sent for transfer in self._watched for sent in transfer.requests]
         peer.inlet.close(
             in_flight=any(
                 sent.peer is peer and not all(map(is_ready, sent.arrays or ())) for sent in requests
@@ -500,10 +447,52 @@ class KvPuller:
         for peer in list(self._peers.values()):
             self._drop(peer)
         self._watched.clear()
-        self._stuck.clear()
         with self._lock:
             self._requests.clear()
             self._cards.clear()
+
+
+def request_of(
+    peer: PeerState,
+    assembly: Assembly,
+    offer_id: int,
+    target: PullTarget,
+    transports: int,
+    turn: int,
+) -> PullRequest:
+    """Returns the request to one sender process, with a new id and without a deadline."""
+    zeros = target.zeros
+    _, components, heads, tokens, head_size = zeros.shape
+    return PullRequest(
+        pull_id=secrets.randbits(ID_BITS),
+        offer_id=offer_id,
+        sender_boot_id=peer.end.boot_id,
+        link=peer.link,
+        transports=transports,
+        deadline_seconds=0.0,
+        codec=target.codec,
+        dtype=str(zeros.dtype),
+        components=components,
+        granule=target.granule,
+        tokens=tokens,
+        head_size=head_size,
+        head_shards=heads // target.granule,
+        wanted=assembly.wanted,
+        process=jax.process_index(),
+        turn=turn,
+        backend=peer.inlet.backend,
+    )
+
+
+@contextlib.contextmanager
+def _failing(pull: PolledPull, what: str) -> Iterator[None]:
+    """Fails the pull with the error that is raised inside."""
+    try:
+        yield
+    except JdisaggError as error:
+        pull.fail(error)
+    except Exception as error:
+        pull.fail(HandoffError(f"{what}: {error}"))
 
 
 def _error_of(arrays: Sequence[jax.Array | Leaf]) -> str | None:

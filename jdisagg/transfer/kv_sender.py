@@ -1,22 +1,22 @@
 """The sending half of `NegotiatedChannel`: holds offers and serves the requested pieces.
 
-A posting is the memory that is reserved for one pull until the pull ends. Invariants:
+Each pull follows `WORKFLOW` (messages/kv_plane.py). Invariants:
 - Each receiver process has an `Outlet` of its own, so that a stalled receiver delays no other. A
   receiver that has reconnected or restarted gets a new outlet.
 - Each process of the sending mesh computes the same plan of all pieces, from its mesh and two
   fields of the request: `wanted`, the receiving devices, and `turn`, the preferred replica. Each
   process serves the pieces that it holds.
-- A posting is freed when it has been pulled, when it is withdrawn or revoked, or when its deadline
-  passes.
+- The memory that is reserved for a pull is freed when it has been pulled, when it is withdrawn or
+  revoked, or when its deadline passes.
+- A request for a pull that has ended gets the pull's last answer again, so no id is served twice.
 - This module must not distinguish backends: all differences are in `Outlet` (backend.py)."""
 
 import itertools
 import logging
-import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import jax
 
@@ -24,29 +24,29 @@ from jdisagg.clock import Clock
 from jdisagg.errors import HandoffError, IncompatiblePeerError, JdisaggError
 from jdisagg.layout.mesh_card import KvEnd
 from jdisagg.messages.kv_plane import (
+    BlockEvent,
+    BlockState,
     KvBackend,
+    KvLink,
     Leave,
-    Open,
-    Opened,
     Posted,
     PostedPiece,
     Pulled,
     PullRequest,
     Refused,
     Withdraw,
+    after,
 )
 from jdisagg.transfer.backend import Backend, Outlet
 from jdisagg.transfer.boxes import HEAD_DIMENSION
 from jdisagg.transfer.channel import BlockStamp, Offered
 from jdisagg.transfer.channel_thread import ChannelThread, ComputeWait
-from jdisagg.transfer.ended_offers import REMEMBERED_IDS, EndedOffers
-from jdisagg.transfer.kv_link import KvLink
+from jdisagg.transfer.offers import REMEMBERED_IDS, Offers
 from jdisagg.transfer.pieces import (
     OfferedBlock,
     PlannedPiece,
     RequestedPieces,
     check_geometry,
-    leaves_of,
     plan_of_request,
 )
 from jdisagg.transfer.polled_pull import is_ready
@@ -60,20 +60,28 @@ CLOSED = "the connection was closed meanwhile; pull again"
 _log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class _Waiting:
+@dataclass(slots=True, eq=False)
+class _Pull:
+    """One pull of one receiver process.
+
+    Attributes:
+        leaves: Number of arrays that the receiver reads.
+        answer: Message to send when the pieces may be read. None while nothing is reserved.
+    """
+
     receiver: KvEnd
     request: PullRequest
     until: float
+    state: BlockState = BlockState.ASKED
+    leaves: int = 0
+    answer: Posted | None = None
+
+    @property
+    def key(self) -> "_Key":
+        return self.receiver, self.request.pull_id
 
 
-@dataclass(slots=True)
-class _Posting:
-    offer_id: int
-    leaves: int
-    until: float
-    answer: Posted
-    answered: bool = False
+_Key = tuple[KvEnd, int]
 
 
 @dataclass(slots=True)
@@ -81,14 +89,12 @@ class _PeerState:
     link: int
     outlet: Outlet
     used: float
-    postings: dict[int, _Posting] = field(default_factory=dict)
 
 
 class KvSender:
-    """The sending half of a channel (see the module's docstring). The lock guards `_offers`,
-    `_waiting` and `_ended`. Only the sender's thread uses `_peers` and `_seen`. `card`: mesh with
-    the device numbers that receivers use, if blocks are on the meshes of several pipeline stages.
-    Set before the first offer."""
+    """The sending half of a channel (see the module's docstring). Only the sender's thread changes
+    `_peers`, `_pulls` and `_answered`. `card`: mesh with the device numbers that receivers use, if
+    blocks are on the meshes of several pipeline stages. Set before the first offer."""
 
     def __init__(
         self,
@@ -104,221 +110,201 @@ class KvSender:
         self._numbers = itertools.count()
         self._computing = ComputeWait("kv-wait") if len(backends) > 1 else None
         self._timeouts = options.timeouts
-        self._lock = threading.Lock()
-        self._offers: dict[int, OfferedBlock] = {}
-        self._waiting: dict[int, list[_Waiting]] = {}
-        self._ended = EndedOffers()
+        self._offers: Offers[OfferedBlock] = Offers()
         self._peers: dict[KvEnd, _PeerState] = {}
-        self._seen: OrderedDict[int, None] = OrderedDict()
+        self._pulls: dict[_Key, _Pull] = {}
+        # pulls that have ended, with their last answer
+        self._answered: OrderedDict[_Key, Posted | Refused | None] = OrderedDict()
         self._tick_due = 0.0
         self._thread = ChannelThread("kv-send", self._regularly)
 
     def offer(self, offer_id: int, block: jax.Array, rank: int, stamp: BlockStamp) -> None:
         offered = OfferedBlock.of(block, rank, stamp, next(self._numbers), self.card)
-        with self._lock:
-            if not self._ended.admits(offer_id, self._offers):
-                return
-            self._offers[offer_id] = offered
-            waiting = self._waiting.pop(offer_id, [])
-        for wait in waiting:
-            self._thread.submit(lambda wait=wait: self._serve(wait))
+        if self._offers.add(offer_id, offered):
+            self._thread.submit(lambda: self._serve_all(offer_id))
 
     def release(self, offer_id: int) -> None:
-        with self._lock:
-            if self._offers.pop(offer_id, None) is not None:
-                self._ended.released(offer_id)
+        self._offers.release(offer_id)
 
     def revoke(self, offer_id: int, reason: str) -> None:
-        with self._lock:
-            self._offers.pop(offer_id, None)
-            waiting = self._waiting.pop(offer_id, [])
-            self._ended.revoked(offer_id, reason)
-        self._thread.submit(
-            lambda: self._withdraw_offer(
-                offer_id, f"offer {offer_id:#x} was revoked: {reason}", waiting
-            )
-        )
+        self._offers.revoke(offer_id, reason)
+        error = HandoffError(f"offer {offer_id:#x} was revoked: {reason}")
+        self._thread.submit(lambda: self._refuse_all(offer_id, error))
 
     def offered(self) -> Offered:
-        with self._lock:
-            return Offered(len(self._offers), sum(offer.nbytes for offer in self._offers.values()))
+        return self._offers.offered()
 
-    def handle(
-        self, receiver: KvEnd, message: Open | PullRequest | Withdraw | Pulled | Leave
-    ) -> None:
+    def handle(self, receiver: KvEnd, message: PullRequest | Withdraw | Pulled | Leave) -> None:
         self._thread.submit(lambda: self._take(receiver, message))
 
     def postings(self) -> int:
-        return sum(len(peer.postings) for peer in list(self._peers.values()))
+        """Returns the number of pulls for which memory is reserved."""
+        return sum(pull.answer is not None for pull in list(self._pulls.values()))
+
+    def waiting(self) -> int:
+        """Returns the number of pulls of blocks that are not offered yet."""
+        return sum(pull.answer is None for pull in list(self._pulls.values()))
 
     def close(self) -> None:
         self._thread.close(self._close_all)
 
     # The methods below run on the thread.
 
-    def _take(
-        self, receiver: KvEnd, message: Open | PullRequest | Withdraw | Pulled | Leave
-    ) -> None:
+    def _take(self, receiver: KvEnd, message: PullRequest | Withdraw | Pulled | Leave) -> None:
         peer = self._peers.get(receiver)
         match message:
-            case Open():
-                if (message.sender_boot_id, message.transports) == (
-                    self._end.boot_id,
-                    self._options.transports,
-                ):
-                    self._open(receiver, message.link)
             case PullRequest():
                 self._requested(receiver, message)
             case Pulled():
+                self._end_pull((receiver, message.pull_id), BlockEvent.ARRIVE)
                 if peer is not None:
-                    peer.postings.pop(message.pull_id, None)
                     peer.outlet.pulled(message.pull_id)
             case Withdraw():
-                self._note_seen(message.pull_id)  # a delayed request must not be served
-                self._stop_waiting(receiver, message.pull_id)
                 if peer is not None:
                     peer.outlet.given_up(message.pull_id)
-                    if not _withdraw(peer, message.pull_id, GIVEN_UP) and message.ahead:
-                        peer.outlet.refuse(message.pull_id, 1, error_text(HandoffError(GIVEN_UP)))
+                pull = self._pulls.get((receiver, message.pull_id))
+                if pull is not None:
+                    return self._fail(pull, BlockEvent.GIVE_UP, HandoffError(GIVEN_UP))
+                self._remember((receiver, message.pull_id))  # a delayed request is not served
             case Leave():
                 if peer is not None and peer.link <= message.link:
                     self._close_peer(receiver)
 
     def _requested(self, receiver: KvEnd, request: PullRequest) -> None:
+        key = (receiver, request.pull_id)
+        pull, until = self._pulls.get(key), self._clock.now() + request.deadline_seconds
+        if pull is not None:
+            self._ask_again(pull, until)
+        elif key not in self._answered:
+            pull = self._pulls[key] = _Pull(receiver, request, until)
+            self._serve(pull)
+        elif answer := self._answered[key]:
+            self._link.send(receiver, answer)
+
+    def _ask_again(self, pull: _Pull, until: float) -> None:
+        """An answer was lost, or the receiver extends the deadline because bytes keep arriving."""
+        slack = self._timeouts.slack_seconds if pull.answer is not None else 0.0
+        pull.until = max(pull.until, until + slack)
+        if pull.state is BlockState.POSTED and pull.answer is not None:
+            self._link.send(pull.receiver, pull.answer)
+
+    def _serve_all(self, offer_id: int) -> None:
+        for pull in list(self._pulls.values()):
+            if pull.request.offer_id == offer_id and pull.state is BlockState.ASKED:
+                self._serve(pull)
+
+    def _refuse_all(self, offer_id: int, error: HandoffError) -> None:
+        for pull in list(self._pulls.values()):
+            if pull.request.offer_id == offer_id:
+                self._fail(pull, BlockEvent.REFUSE, error)
+
+    def _serve(self, pull: _Pull) -> None:
+        """Posts the requested pieces, unless the block is not offered yet."""
+        request = pull.request
+        try:
+            self._check(pull)
+            offer = self._offers.get(request.offer_id)
+            if offer is None:
+                return
+            if self._clock.now() >= pull.until:  # the receiver has given up
+                return self._fail(pull, BlockEvent.GIVE_UP, HandoffError(TOO_LATE))
+            self._post(pull, offer)
+        except JdisaggError as error:
+            self._fail(pull, BlockEvent.REFUSE, error)
+        except Exception as error:
+            broken = f"the pieces of offer {request.offer_id:#x} could not be posted: {error}"
+            self._fail(pull, BlockEvent.REFUSE, HandoffError(broken))
+
+    def _check(self, pull: _Pull) -> None:
+        request, ours = pull.request, self._options.transports
         if request.sender_boot_id != self._end.boot_id:
-            return self._refuse(
-                receiver,
-                request,
-                HandoffError(f"the sender at {self._end.control} has restarted; connect again"),
-            )
-        if request.transports != self._options.transports:
-            ours = self._options.transports
-            error = (
+            raise HandoffError(f"the sender at {self._end.control} has restarted; connect again")
+        if request.transports != ours:
+            raise IncompatiblePeerError(
                 f"transports is {ours} at the sender and {request.transports} at the receiver; set"
                 " the same on both"
             )
-            return self._refuse(receiver, request, IncompatiblePeerError(error))
-        if request.pull_id in self._seen:
-            return self._answer_again(receiver, request)
-        self._note_seen(request.pull_id)
-        if request.address and not self._is_where_pulled(receiver, request):
-            return self._refuse(
-                receiver, request, self._open(receiver, request.link) or HandoffError(CLOSED)
-            )
-        wait = _Waiting(receiver, request, self._clock.now() + request.deadline_seconds)
-        with self._lock:
-            known = request.offer_id in self._offers or request.offer_id in self._ended
-            if not known:
-                self._waiting.setdefault(request.offer_id, []).append(wait)
-        if known:
-            self._serve(wait)
 
-    def _serve(self, wait: _Waiting) -> None:
-        receiver, request = wait.receiver, wait.request
-        try:
-            remaining = wait.until - self._clock.now()
-            if remaining <= 0:  # the receiver has given up
-                return self._flush(receiver, request, HandoffError(TOO_LATE))
-            self._post(receiver, request, remaining)
-        except JdisaggError as error:
-            self._refuse(receiver, request, error)
-        except Exception as error:
-            self._refuse(
-                receiver,
-                request,
-                HandoffError(
-                    f"the pieces of offer {request.offer_id:#x} could not be posted: {error}"
-                ),
-            )
-
-    def _post(self, receiver: KvEnd, request: PullRequest, seconds: float) -> None:
-        with self._lock:
-            offer = self._offers.get(request.offer_id)
-            ended = self._ended.how(request.offer_id)
-        if offer is None:
-            raise HandoffError(f"offer {request.offer_id:#x} was {ended}")
-        pieces = _pieces(offer, request)
+    def _post(self, pull: _Pull, offer: OfferedBlock) -> None:
+        receiver, request = pull.receiver, pull.request
+        pieces, heads = _pieces(offer, request), offer.shape[HEAD_DIMENSION]
         posted = tuple(
             PostedPiece(piece.source, request.wanted[piece.receiver].device, piece.part)
             for piece in pieces
         )
-        if request.address and posted != request.pieces:
-            raise IncompatiblePeerError(
-                f"the receiver pulls {request.pieces} ahead, and of offer {request.offer_id:#x} it"
-                f" gets {posted}"
-            )
         if not pieces:
-            return self._link.send(receiver, _nothing(request, offer))
+            nothing = Posted(request.pull_id, request.link, "", heads, ())
+            self._link.send(receiver, nothing)
+            self._advance(pull, BlockEvent.POST)
+            return self._end_pull(pull.key, BlockEvent.ARRIVE, nothing)
         peer = self._peer(receiver, request.link, request.backend)
-        if request.address and peer.outlet.address != request.address:
-            raise HandoffError(CLOSED)
-        seconds += self._timeouts.slack_seconds
-        until, heads = self._clock.now() + seconds, offer.shape[HEAD_DIMENSION]
+        pull.until += self._timeouts.slack_seconds
         wanted = RequestedPieces(offer, pieces, request.granule, request.codec)
+        seconds = pull.until - self._clock.now()
         reserved = peer.outlet.reserve(request.pull_id, wanted, seconds)
-        answer = Posted(
-            request.pull_id, request.link, peer.outlet.address, heads, posted, reserved.memory
-        )
-        posting = _Posting(request.offer_id, reserved.leaves, until, answer)
-        peer.postings[request.pull_id] = posting
+        address, pull.leaves = peer.outlet.address, reserved.leaves
+        self._advance(pull, BlockEvent.RESERVE)
+        pull.answer = Posted(request.pull_id, request.link, address, heads, posted, reserved.memory)
         if peer.outlet.answers_early:
-            self._answer(receiver, posting, request.address)
+            self._answer(pull)
         if reserved.sources:
-            self._write_once_computed(receiver, request, offer.number, reserved.sources)
+            self._write_once_computed(pull, offer.number, reserved.sources)
 
-    def _answer(self, receiver: KvEnd, posting: _Posting, address: str = "") -> None:
-        posting.answered = True
-        if not address:
-            self._link.send(receiver, posting.answer)
+    def _answer(self, pull: _Pull) -> None:
+        self._advance(pull, BlockEvent.POST)
+        if pull.answer is not None:
+            self._link.send(pull.receiver, pull.answer)
 
-    def _write_once_computed(
-        self, receiver: KvEnd, request: PullRequest, number: int, sources: Sequence[jax.Array]
-    ) -> None:
-        def write() -> None:
-            self._write(receiver, request)
-
+    def _write_once_computed(self, pull: _Pull, number: int, sources: Sequence[jax.Array]) -> None:
         if self._computing is None or all(map(is_ready, sources)):
-            return write()
-        self._computing.then(number, sources, lambda: self._thread.submit(write))
+            return self._write(pull)
+        self._computing.then(
+            number, sources, lambda: self._thread.submit(lambda: self._write(pull))
+        )
 
-    def _write(self, receiver: KvEnd, request: PullRequest) -> None:
-        peer = self._peers.get(receiver)
-        posting = peer.postings.get(request.pull_id) if peer is not None else None
-        if peer is None or posting is None:
-            return  # withdrawn meanwhile
+    def _write(self, pull: _Pull) -> None:
+        request = pull.request
+        if self._pulls.get(pull.key) is not pull:
+            return  # it has ended meanwhile
         try:
-            peer.outlet.write(request.pull_id)
+            self._peers[pull.receiver].outlet.write(request.pull_id)
         except Exception as error:
-            _withdraw(peer, request.pull_id, "")
-            broken = HandoffError(
+            broken = (
                 f"the pieces of offer {request.offer_id:#x} could not be computed or moved: {error}"
             )
-            return self._refuse(receiver, request, broken)
-        if not posting.answered:
-            self._answer(receiver, posting)
+            return self._fail(pull, BlockEvent.REFUSE, HandoffError(broken))
+        if pull.state is BlockState.RESERVED:
+            self._answer(pull)
 
-    def _answer_again(self, receiver: KvEnd, request: PullRequest) -> None:
-        peer = self._peers.get(receiver)
-        posting = peer.postings.get(request.pull_id) if peer is not None else None
-        with self._lock:
-            offer, ended = self._offers.get(request.offer_id), self._ended.how(request.offer_id)
-        if posting is not None:
-            # The receiver has extended the pull's deadline if bytes keep arriving.
-            seconds = request.deadline_seconds + self._timeouts.slack_seconds
-            posting.until = max(posting.until, self._clock.now() + seconds)
-            if posting.answered:
-                self._link.send(receiver, posting.answer)
-        elif ended is not None:
-            self._link.send(
-                receiver,
-                _refusal(request, HandoffError(f"offer {request.offer_id:#x} was {ended}")),
-            )
-        elif offer is not None:
-            try:
-                if not _pieces(offer, request):
-                    self._link.send(receiver, _nothing(request, offer))
-            except JdisaggError as error:
-                self._link.send(receiver, _refusal(request, error))
+    def _advance(self, pull: _Pull, event: BlockEvent) -> None:
+        state = after(pull.state, event)
+        assert state is not None, (pull.state, event)
+        pull.state = state
+
+    def _fail(self, pull: _Pull, event: BlockEvent, error: JdisaggError) -> None:
+        """Ends a pull without its pieces."""
+        receiver, request = pull.receiver, pull.request
+        refusal = Refused(request.pull_id, type(error).__name__, error.message)
+        if event is BlockEvent.REFUSE:
+            self._link.send(receiver, refusal)
+        reserved, text = pull.answer is not None, error_text(error)
+        self._end_pull(pull.key, event, refusal if event is BlockEvent.REFUSE else None)
+        if reserved:
+            self._peers[receiver].outlet.withdraw(request.pull_id, pull.leaves, text)
+
+    def _end_pull(
+        self, key: _Key, event: BlockEvent, answer: Posted | Refused | None = None
+    ) -> None:
+        pull = self._pulls.get(key)
+        if pull is not None and after(pull.state, event) is not None:
+            self._advance(pull, event)
+            del self._pulls[key]
+            self._remember(key, answer)
+
+    def _remember(self, key: _Key, answer: Posted | Refused | None = None) -> None:
+        self._answered[key] = answer
+        while len(self._answered) > REMEMBERED_IDS:
+            self._answered.popitem(last=False)
 
     def _peer(
         self, receiver: KvEnd, link: int, backend: KvBackend = KvBackend.ENGINE
@@ -337,108 +323,61 @@ class KvSender:
         peer.used = time.monotonic()
         return peer
 
-    def _open(self, receiver: KvEnd, link: int) -> HandoffError | None:
-        try:
-            self._link.send(receiver, Opened(link, self._peer(receiver, link).outlet.address))
-        except HandoffError as error:  # an older connection
-            return error
-        except Exception as error:
-            return HandoffError(f"no connection could be opened: {error}")
-        return None
-
-    def _is_where_pulled(self, receiver: KvEnd, request: PullRequest) -> bool:
-        peer = self._peers.get(receiver)
-        return peer is not None and (peer.link, peer.outlet.address) == (
-            request.link,
-            request.address,
-        )
-
-    def _refuse(self, receiver: KvEnd, request: PullRequest, error: JdisaggError) -> None:
-        self._link.send(receiver, _refusal(request, error))
-        self._flush(receiver, request, error)
-
-    def _flush(self, receiver: KvEnd, request: PullRequest, error: JdisaggError) -> None:
-        """Fails a pull that the receiver has started before any answer, so that the pull does not
-        wait at the outlet until its deadline."""
-        if request.address and self._is_where_pulled(receiver, request):
-            leaves = len(request.pieces) * leaves_of(request.codec)
-            self._peers[receiver].outlet.refuse(request.pull_id, max(1, leaves), error_text(error))
-
-    def _note_seen(self, pull_id: int) -> None:
-        self._seen[pull_id] = None
-        while len(self._seen) > REMEMBERED_IDS:
-            self._seen.popitem(last=False)
-
-    def _stop_waiting(self, receiver: KvEnd, pull_id: int) -> None:
-        self._drop_waits(lambda wait: (wait.receiver, wait.request.pull_id) == (receiver, pull_id))
-
-    def _drop_waits(self, over: Callable[[_Waiting], bool]) -> list[_Waiting]:
-        dropped: list[_Waiting] = []
-        with self._lock:
-            for offer_id, waits in list(self._waiting.items()):
-                dropped += filter(over, waits)
-                kept = [wait for wait in waits if not over(wait)]
-                if kept:
-                    self._waiting[offer_id] = kept
-                else:
-                    del self._waiting[offer_id]
-        return dropped
-
-    def _withdraw_offer(self, offer_id: int, reason: str, waiting: list[_Waiting]) -> None:
-        for wait in waiting:
-            self._refuse(wait.receiver, wait.request, HandoffError(reason))
-        for receiver, peer in self._peers.items():
-            for pull_id in [
-                pull_id
-                for pull_id, posting in peer.postings.items()
-                if posting.offer_id == offer_id
-            ]:
-                _withdraw(peer, pull_id, reason)
-                self._link.send(receiver, Refused(pull_id, HandoffError.__name__, reason))
-
     def _regularly(self) -> float:
         if time.monotonic() >= self._tick_due:
             self._tick_due = time.monotonic() + self._timeouts.tick_seconds
             now = self._clock.now()
             for backend in self._backends.values():
                 backend.sweep()
+            for pull in [pull for pull in self._pulls.values() if now >= pull.until]:
+                late = HandoffError(TOO_LATE)
+                self._guarded(
+                    pull.receiver, lambda pull=pull: self._fail(pull, BlockEvent.GIVE_UP, late)
+                )
             for receiver in list(self._peers):
-                try:
-                    self._expire(receiver, now)
-                except Exception:
-                    # The other outlets continue to serve. This receiver opens a new connection.
-                    _log.exception("the outlet for %s failed and is closed", receiver.control)
-                    self._close_peer(receiver)
-            for wait in self._drop_waits(lambda wait: now >= wait.until):
-                self._flush(wait.receiver, wait.request, HandoffError(TOO_LATE))
+                self._guarded(receiver, lambda receiver=receiver: self._look_after(receiver))
         return self._timeouts.tick_seconds
 
-    def _expire(self, receiver: KvEnd, now: float) -> None:
+    def _guarded(self, receiver: KvEnd, work: Callable[[], None]) -> None:
+        try:
+            work()
+        except Exception:
+            # The other outlets continue to serve. This receiver opens a new connection.
+            _log.exception("the outlet for %s failed and is closed", receiver.control)
+            self._close_peer(receiver)
+
+    def _look_after(self, receiver: KvEnd) -> None:
         peer = self._peers[receiver]
-        for pull_id in [
-            pull_id for pull_id, posting in peer.postings.items() if now >= posting.until
-        ]:
-            _withdraw(peer, pull_id, TOO_LATE)
-        if not peer.postings and time.monotonic() - peer.used > self._timeouts.outlet_idle_seconds:
+        idle = time.monotonic() - peer.used > self._timeouts.outlet_idle_seconds
+        if idle and not self._reserved(receiver):
             self._close_peer(receiver)
             for backend in self._backends.values():
                 backend.drop_spare()
         else:
             peer.outlet.tick()
 
+    def _reserved(self, receiver: KvEnd) -> list[_Pull]:
+        return [
+            pull
+            for pull in self._pulls.values()
+            if pull.receiver == receiver and pull.answer is not None
+        ]
+
     def _close_peer(self, receiver: KvEnd) -> None:
         peer = self._peers.pop(receiver, None)
         if peer is not None:
-            peer.outlet.close(in_flight=bool(peer.postings))
+            reserved = self._reserved(receiver)
+            for pull in reserved:
+                self._end_pull(pull.key, BlockEvent.GIVE_UP)
+            peer.outlet.close(in_flight=bool(reserved))
 
     def _close_all(self) -> None:
         for receiver in list(self._peers):
             self._close_peer(receiver)
         if self._computing is not None:
             self._computing.close()
-        with self._lock:
-            self._offers.clear()
-            self._waiting.clear()
+        self._pulls.clear()
+        self._offers.clear()
 
 
 def _pieces(offer: OfferedBlock, request: PullRequest) -> tuple[PlannedPiece, ...]:
@@ -451,18 +390,3 @@ def _pieces(offer: OfferedBlock, request: PullRequest) -> tuple[PlannedPiece, ..
     )
     check_geometry(offer, request.dtype, shape, request.granule)
     return plan_of_request(offer, request)
-
-
-def _nothing(request: PullRequest, offer: OfferedBlock) -> Posted:
-    return Posted(request.pull_id, request.link, "", offer.shape[HEAD_DIMENSION], ())
-
-
-def _refusal(request: PullRequest, error: JdisaggError) -> Refused:
-    return Refused(request.pull_id, type(error).__name__, error.message)
-
-
-def _withdraw(peer: _PeerState, pull_id: int, reason: str) -> bool:
-    posting = peer.postings.pop(pull_id, None)
-    if posting is not None:
-        peer.outlet.withdraw(pull_id, posting.leaves, error_text(HandoffError(reason)))
-    return posting is not None

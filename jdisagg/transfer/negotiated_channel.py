@@ -11,10 +11,9 @@ import jax.numpy as jnp
 
 from jdisagg.clock import Clock
 from jdisagg.layout.mesh_card import KvEnd, MeshCard
-from jdisagg.messages.kv_plane import KvMessage, Opened, Posted, Refused
+from jdisagg.messages.kv_plane import KvLink, KvMessage, Posted, Refused
 from jdisagg.transfer.backend_choice import BackendChoice, Memories
 from jdisagg.transfer.channel import BlockStamp, Offered, PullTarget
-from jdisagg.transfer.kv_link import KvLink
 from jdisagg.transfer.kv_puller import KvPuller
 from jdisagg.transfer.kv_sender import KvSender
 from jdisagg.transfer.pieces import warm_pieces
@@ -52,7 +51,7 @@ class NegotiatedChannel:
         self._puller = KvPuller(clock, link, options, BackendChoice(self._backends))
 
     def handle(self, sender: KvEnd, message: KvMessage) -> None:
-        if isinstance(message, Opened | Posted | Refused):
+        if isinstance(message, Posted | Refused):
             self._puller.handle(sender, message)
         else:
             self._sender.handle(sender, message)

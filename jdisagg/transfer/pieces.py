@@ -12,7 +12,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from jdisagg.errors import IncompatiblePeerError
-from jdisagg.layout.mesh_card import MeshCard
 from jdisagg.layout.reshard_plan import Box
 from jdisagg.messages.kv_plane import PullRequest, Wanted
 from jdisagg.transfer.boxes import HEAD_DIMENSION, plan_handoff, rank_placement
@@ -150,44 +149,6 @@ def plan_of_request(offer: OfferedBlock, request: PullRequest) -> tuple[PlannedP
     )
 
 
-def plan_ahead(
-    card: MeshCard,
-    source_rank: int,
-    shape: tuple[int, ...],
-    wanted: tuple[Wanted, ...],
-    granule: int,
-    turn: int,
-) -> tuple[PlannedPiece, ...]:
-    """Returns the receiver's plan of the pieces, which equals the plan of every sender process.
-    With this plan the receiver can pull before the sender answers.
-
-    Args:
-        shape: Shape of the block, [any, C, K, T, H].
-        turn: Index of the sender's preferred replica among equally loaded ones (see
-            `plan_reshard`).
-
-    Raises:
-        LayoutError: The sender's mesh cannot hold such a block.
-    """
-    shards = 1 + max(want.head_shard for want in wanted)
-    return _plan_of_card(
-        card, source_rank, (1, *shape[1:]), wanted, shards, granule, turn % card.shape[2]
-    )
-
-
-@functools.lru_cache(maxsize=1024)
-def _plan_of_card(
-    card: MeshCard,
-    rank: int,
-    shape: tuple[int, ...],
-    wanted: tuple[Wanted, ...],
-    shards: int,
-    granule: int,
-    turn: int,
-) -> tuple[PlannedPiece, ...]:
-    return _planned(card.rank_boxes(rank, shape), shape, wanted, shards, granule, turn)
-
-
 @functools.lru_cache(maxsize=1024)
 def _replicas(sharding: jax.sharding.Sharding, shape: tuple[int, ...], rank: int) -> int:
     return max(collections.Counter(rank_placement(sharding, shape, rank).values()).values())
@@ -203,19 +164,7 @@ def _plan(
     granule: int,
     turn: int,
 ) -> tuple[PlannedPiece, ...]:
-    return _planned(rank_placement(sharding, shape, rank), shape, wanted, shards, granule, turn)
-
-
-def _planned(
-    source: dict[int, Box],
-    shape: tuple[int, ...],
-    wanted: tuple[Wanted, ...],
-    shards: int,
-    granule: int,
-    turn: int,
-) -> tuple[PlannedPiece, ...]:
-    """The sender and the receiver describe the source differently but must make the same plan, so
-    the plan does not depend on the order of the source's devices."""
+    source = rank_placement(sharding, shape, rank)
     whole = ((0, 1), *((0, size) for size in shape[1:]))
     local = shape[HEAD_DIMENSION] // shards
     destination: dict[int, Box] = {}
@@ -334,12 +283,6 @@ def encode(
 @functools.cache
 def _encoder(codec_name: str) -> Callable[[jax.Array, np.ndarray, np.int32], tuple[jax.Array, ...]]:
     return jax.jit(codec(codec_name).encode)
-
-
-def leaves_of(codec_name: str) -> int:
-    return len(
-        codec(codec_name).leaves(jax.ShapeDtypeStruct((1, 1, 1, 1, 2), jnp.dtype(jnp.float32)))
-    )
 
 
 def check_leaves(target: PullTarget) -> tuple[jax.ShapeDtypeStruct, ...]:

@@ -22,6 +22,8 @@ Failure modes of the engine and the countermeasures (see test_engine_dangers.py)
   and their few threads remain.
 - With its default chunk size, the engine uses gigabytes of memory and is slow. `transfer_size` sets
   smaller chunks.
+- A pull that was given up may hang, and then blocks its connection. `EngineInlet.is_stuck` finds a
+  connection whose abandoned pull has not ended and on which nothing arrives.
 - A server and its posted arrays exist as long as a connection to the server is open.
   `EngineOutlet.close` therefore removes the posted arrays first.
 - Data of another shape or dtype is reinterpreted without an error. Callers compare shapes and
@@ -29,7 +31,7 @@ Failure modes of the engine and the countermeasures (see test_engine_dangers.py)
 
 import ctypes
 import datetime
-import time
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -42,10 +44,15 @@ from jdisagg.layout.mesh_card import KvEnd
 from jdisagg.messages.kv_plane import KvBackend
 from jdisagg.settings.address import host_port, numeric
 from jdisagg.settings.timeouts import DEFAULT_TIMEOUTS, TransferTimeouts
-from jdisagg.transfer.backend import AnnouncedArrays, Backend, Inlet, Outlet, Reserved
+from jdisagg.transfer.arrivals import received_bytes
+from jdisagg.transfer.backend import AnnouncedArrays, Backend, Inlet, Leaf, Outlet, Reserved
 from jdisagg.transfer.pieces import RequestedPieces
+from jdisagg.transfer.polled_pull import is_ready
 
 TICK_ID = 2**64 - 1
+# Fewer bytes within a fraction of the time limit do not count as progress, because gRPC pings and
+# heartbeats of other processes on the sender's host are counted, too.
+LEAST_BYTES = 16 << 10
 ID_BITS = 63  # of a pull's id, which therefore never equals TICK_ID
 _EVERY_INTERFACE = ("", "0.0.0.0", "::", "[::]")
 
@@ -98,7 +105,7 @@ class EngineBackend(Backend):
         return EngineOutlet(self._options)
 
     def inlet(self, end: KvEnd) -> "EngineInlet":
-        return EngineInlet(self._options)
+        return EngineInlet(self._options, end.control)
 
 
 class EngineOutlet(Outlet):
@@ -107,7 +114,7 @@ class EngineOutlet(Outlet):
     def __init__(self, options: EngineOptions) -> None:
         self._error_seconds = options.timeouts.error_seconds
         self._server = options.start_server()
-        self._withdrew, self._errors_until = False, 0.0
+        self._withdrew = False
         self._tick = jax.device_put(np.zeros(1, np.uint8), jax.local_devices()[0])
         self.address = self._server.address()
 
@@ -135,17 +142,11 @@ class EngineOutlet(Outlet):
         """Does nothing, because the engine frees arrays that were pulled."""
 
     def withdraw(self, pull_id: int, leaves: int, reason: str) -> None:
+        """Posts error arrays under the id. The engine may be sending them until they expire."""
         self._withdrew = True
-        self.refuse(pull_id, leaves, reason)
-
-    def refuse(self, pull_id: int, leaves: int, reason: str) -> None:
-        """Posts `leaves` error arrays under the id. If the receiver expects more arrays, its pull
-        fails with the engine's own error text. The engine may be sending the error arrays until
-        they expire."""
         error = transfer.make_error_array(
             jax.ShapeDtypeStruct((1,), np.uint8, sharding=self._tick.sharding), reason
         )
-        self._errors_until = time.monotonic() + self._error_seconds
         self._server.await_pull(pull_id, [error] * leaves, timeout=_in(self._error_seconds))
 
     def tick(self) -> None:
@@ -157,22 +158,27 @@ class EngineOutlet(Outlet):
         # Uses a private method, because there is no public one, and an open connection would keep
         # the posted arrays alive.
         self._server._reset_rendevous_table()  # pyright: ignore[reportAttributeAccessIssue]
-        if in_flight or self._withdrew or time.monotonic() < self._errors_until:
+        if in_flight or self._withdrew:
             _keep_for_ever(self._server)
         del self._server
 
 
 class EngineInlet(Inlet):
-    backend = KvBackend.ENGINE
-    has_server = True
+    """`control`: control address of the sender, whose bytes do not count as KV."""
 
-    def __init__(self, options: EngineOptions) -> None:
-        self._options = options
+    backend = KvBackend.ENGINE
+
+    def __init__(self, options: EngineOptions, control: str = "") -> None:
+        self._options, self._timeouts, self._control = options, options.timeouts, control
         self._server: transfer.TransferServer | None = None
         self._connection: transfer.TransferConnection | None = None
         self.address = ""
+        self._abandoned: list[tuple[Sequence[jax.Array | Leaf], float]] = []
+        # times of the last count of bytes, the last that found some, arrival, and error
+        self._counted = self._flowed = self._arrived = self._suspected = -math.inf
+        self._received = 0
 
-    def open(self, address: str) -> None:
+    def _open(self, address: str) -> None:
         """If the server's address has changed, the old connection is closed and its running pulls
         fail."""
         if address != self.address:
@@ -183,16 +189,51 @@ class EngineInlet(Inlet):
 
     def pull(self, arrays: AnnouncedArrays) -> list[jax.Array]:
         """The sender may post the arrays later than this call."""
-        self.open(arrays.answer.address)
+        self._open(arrays.answer.address)
         assert self._connection is not None
         return self._connection.pull(arrays.answer.pull_id, list(arrays.avals))
 
     def close(self, in_flight: bool) -> None:
-        """Fails all running pulls. `open` may be called again afterwards."""
+        """Fails all running pulls."""
+        in_flight = in_flight or self.abandoned() > 0
         self._drop()
         if in_flight and self._server is not None:
             _keep_for_ever(self._server)
         self._server = None
+
+    def flows(self, now: float, seconds: float) -> bool:
+        if now - self._counted >= seconds / 4:
+            first, self._counted = self._counted == -math.inf, now
+            received = received_bytes(self.address, self._control)
+            if received - self._received >= LEAST_BYTES and not first:
+                self._received, self._flowed = received, now
+            elif first or received < self._received:  # a connection was closed
+                self._received = received
+        return now - self._flowed < seconds
+
+    def arrived(self, now: float) -> None:
+        self._arrived = now
+
+    def failed(self, address: str, now: float) -> bool:
+        """The cause may be a failed program at the sender, or a broken socket, which would fail all
+        later pulls. So the second error within some time closes the connection."""
+        if address != self.address:
+            return False
+        again = now - self._suspected < self._timeouts.suspect_seconds
+        self._suspected = now
+        return again
+
+    def abandon(self, arrays: Sequence[jax.Array | Leaf], until: float) -> None:
+        self._abandoned.append((arrays, until))
+
+    def abandoned(self) -> int:
+        return sum(not all(map(is_ready, arrays)) for arrays, _ in self._abandoned)
+
+    def is_stuck(self, now: float) -> bool:
+        self._abandoned = [one for one in self._abandoned if not all(map(is_ready, one[0]))]
+        late = any(now >= until for _, until in self._abandoned)
+        moved = max(self._arrived, self._flowed)
+        return late and now - moved >= self._timeouts.quiet_seconds
 
     def _drop(self) -> None:
         if self._connection is not None:

@@ -14,7 +14,7 @@ from jdisagg.clock import limit
 from jdisagg.errors import DeadlineExceededError, InvalidRequestError
 from jdisagg.messages.step_commands import DiskResult, PutAdapter, ReadAdapter
 from jdisagg.request import Adapter, Request
-from jdisagg.scheduler.adapter_table import AdapterTable
+from jdisagg.scheduler.prompt_room import AdapterTable
 from jdisagg.telemetry import Counters
 from jdisagg.worker.step_loop import StepLoop
 

@@ -337,6 +337,16 @@ class DiskTier(KvSource):
             self._gone(self.blocks.expire(now - self._ttl_seconds), "expired")
             self._remove(self.snapshots.expire(now - self._ttl_seconds), "expired")
 
+    def drop(self, names: Iterable[bytes]) -> None:
+        """Drops these blocks and snapshots, also while they are being read."""
+
+        def dropped(blocks: DiskBlocks, saved: Iterable[bytes]) -> tuple[bytes, ...]:
+            written = [blocks.hold(name) for name in saved if blocks.readable(name)]
+            return tuple([block.name for block in written if blocks.forget(block)])
+
+        self._gone(dropped(self.blocks, names), "session")
+        self._remove(dropped(self.snapshots, map(_saved_name, names)), "session")
+
     def clear(self, cause: str) -> int:
         self._epoch += 1
         gone = self.blocks.clear()

@@ -7,7 +7,7 @@ before any command that overwrites the pages. If a checksum differs, the block i
 as a miss."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -30,7 +30,7 @@ from jdisagg.scheduler.residency import Chain, Evicted, Residency
 from jdisagg.scheduler.snapshots import EvictedSnapshot
 from jdisagg.telemetry import Counters
 from jdisagg.worker.background import BackgroundTasks
-from jdisagg.worker.host_pieces import HostPieces
+from jdisagg.worker.block_moves import HostPieces
 from jdisagg.worker.kv_sources import KvSource, Origin, Restore, RestorePlan, RestoreQuery
 from jdisagg.worker.outgoing_kv import offers_of_pages, snapshot_offers
 from jdisagg.worker.step_loop import StepLoop
@@ -119,6 +119,18 @@ class HostTier(KvSource):
         self._release((*gone, *self.snapshots.clear()))
         return len(gone)
 
+    def drop(self, names: Collection[bytes]) -> None:
+        """Drops these blocks and snapshots, also those that are being copied."""
+
+        def dropped(blocks: HostBlocks) -> tuple[HostBlock, ...]:
+            known = blocks.hold(tuple([name for name in names if name in blocks]))
+            return tuple(filter(blocks.forget, known))
+
+        gone = dropped(self.blocks)
+        self._drop(tuple([block for block in gone if block.written]), "session")
+        unwritten = [block for block in gone if not block.written]
+        self._release((*unwritten, *dropped(self.snapshots)))
+
     def stop(self) -> None:
         self._tasks.cancel()
 
@@ -141,6 +153,8 @@ class HostTier(KvSource):
         because a block is of use only after all blocks before it. They are copied last, so that
         they also stay longer."""
         evicted = self._kept.take_evicted()
+        if not (evicted or self._kept.snapshots):
+            return
         snapshots = [
             (rank, gone)
             for rank, of_rank in enumerate(self._kept.snapshots)
@@ -438,6 +452,7 @@ class HostTier(KvSource):
             self._counters.add("host_blocks_dropped", len(gone), cause=cause)
             for block in gone:
                 self._kept.log.lost(block.name)
+                self._kept.promote(block.name)
             self._release(gone)
 
     def _release(self, gone: tuple[HostBlock, ...]) -> None:

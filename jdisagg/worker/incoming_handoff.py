@@ -10,29 +10,19 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from jdisagg.clock import within
 from jdisagg.config import LimitsConfig
 from jdisagg.errors import HandoffError, JdisaggError, UnavailableError, first_error
 from jdisagg.layout.kv_spec import KvKind
+from jdisagg.messages.kv_plane import BlockState
 from jdisagg.messages.ports import FirstToken, HandoffEnd, Offer, OfferChecksum, close_stream
-from jdisagg.messages.step_commands import (
-    DropBlocks,
-    InsertBlock,
-    InsertResult,
-    PullBlock,
-    PullResult,
-    StepResult,
-)
+from jdisagg.messages.step_commands import InsertResult
 from jdisagg.prompt.logprobs import PromptLogprobs
 from jdisagg.telemetry import Counters
-from jdisagg.worker.link_share import LinkShare
-from jdisagg.worker.sender_line import SenderLine
+from jdisagg.worker.block_moves import PATIENCE, ArrivingBlocks, Destination
+from jdisagg.worker.peers import LinkShare, SenderLine
 from jdisagg.worker.step_loop import StepLoop
 
 PULLS_IN_FLIGHT = 12
-# The transfer channel ends a pull after `pull_seconds`, or later if bytes still arrive. If a pull
-# has no result after this many times `pull_seconds`, it is treated as lost.
-PATIENCE = 12.5
 BLOCKS_IN_FLIGHT = 16
 
 
@@ -53,38 +43,6 @@ class Received:
     blocks: list[Offer] = field(default_factory=list)
 
 
-@dataclass(frozen=True, slots=True)
-class Destination:
-    """The pages and state slot to which one hand-off's blocks are written.
-
-    Attributes:
-        pages: Function that returns the pages of positions [0, n), or raises HandoffError if there
-            are too few.
-        cached_tokens: Number of leading positions whose KV is in the pages before the transfer.
-        state: Function that returns the slot for recurrent state. None for models without recurrent
-            state.
-        windows: Destination of sliding-window layers that are sent separately; None if there are
-            none.
-    """
-
-    rank: int
-    pages: Callable[[int], tuple[int, ...]]
-    layer_groups: int
-    cached_tokens: int = 0
-    state: Callable[[], int] | None = None
-    windows: "WindowDestination | None" = None
-
-
-@dataclass(frozen=True, slots=True)
-class WindowDestination:
-    """The pages to which the KV of separately sent sliding-window layers is written. `seen_from`:
-    function that returns the first position inside the windows, given a sequence's end position."""
-
-    pages: Callable[[int], tuple[int, ...]]
-    layer_groups: int
-    seen_from: Callable[[int], int]
-
-
 class IncomingHandoff:
     def __init__(
         self,
@@ -97,9 +55,6 @@ class IncomingHandoff:
         share: LinkShare | None = None,
     ) -> None:
         self.line = line
-        self.pulling = 0
-        self.inserting = 0
-        self.last_insertion = 0
         self.closed = False
         self.spoiled = False  # whether the checksum of a block differed from its sender's
         self._loop = loop
@@ -113,7 +68,8 @@ class IncomingHandoff:
         self._sums: dict[int, asyncio.Future[int]] = {}
         self._computed_at: dict[int, float] = {}  # time when each block's checksum arrived
         self._all_offered = False
-        self._fetching = 0
+        seconds = limits.pull_seconds
+        self._arriving = ArrivingBlocks(loop, to, lambda: line.link, seconds, line.name)
         # limits of blocks being pulled, and of blocks pulled or waiting for the mesh's insertion
         self._pulls = asyncio.Semaphore(PULLS_IN_FLIGHT)
         self._blocks = asyncio.Semaphore(BLOCKS_IN_FLIGHT)
@@ -122,11 +78,28 @@ class IncomingHandoff:
         """Prevents further insertions, because the pages now have another owner."""
         self.closed = True
 
+    def give_up(self, reason: str) -> None:
+        """Closes the hand-off and notifies the sender."""
+        self.close()
+        self.line.give_up(reason)
+
+    @property
+    def arriving(self) -> bool:
+        """Whether blocks are pulled or inserted now."""
+        count = self._arriving.count
+        return count[BlockState.ASKED] + count[BlockState.ARRIVED] > 0
+
+    @property
+    def last_insertion(self) -> int:
+        return self._arriving.last_insertion
+
     @property
     def completing(self) -> bool:
         """Whether all blocks are offered and their insertions are issued, so that only results are
         missing. `last_insertion` is the command number of the latest insertion."""
-        return self._all_offered and self._fetching == self.inserting and not self.closed
+        count = self._arriving.count
+        missing = count[BlockState.OFFERED] + count[BlockState.ASKED] + count[BlockState.LOST]
+        return self._all_offered and not missing and not self.closed
 
     def kept_tokens(self) -> int:
         """Returns the number of leading positions for which every layer group has received KV."""
@@ -184,7 +157,7 @@ class IncomingHandoff:
                     if not expected.done():
                         expected.set_result(message.checksum)
                 else:
-                    self._fetching += 1
+                    self._arriving.offered(message)
                     fetches.append(tasks.create_task(self._fetch(message)))
             self._no_more_sums()
             for fetch in fetches:
@@ -213,11 +186,10 @@ class IncomingHandoff:
             await asyncio.sleep(seconds)
 
     async def _fetch(self, offer: Offer) -> None:
-        problem, tries, again = "", 0, False
+        problem, tries = "", 0
         while tries < self._timeouts.pull_tries:
-            if again:
+            if problem:
                 self._counters.add("blocks_pulled_again")
-            again = True
             async with self._blocks:
                 async with self._pulls:
                     await self._share.begin_turn(self.line.source.handoff_id)
@@ -235,17 +207,10 @@ class IncomingHandoff:
                 if problem:
                     continue
                 if self.closed:
-                    self._drop(offer)
-                    return
-                try:
-                    command = self._insert_command(offer)
-                except HandoffError:
-                    self._drop(offer)
-                    raise
-                inserted = await self._insert(command)
+                    return self._arriving.give_up(offer)
+                inserted = await self._arriving.insert(offer)
             problem = await self._compare(offer, inserted)
             if not problem:
-                self._fetching -= 1
                 self._received.blocks.append(offer)
                 self.line.acknowledge(offer.offer_id)
                 return
@@ -253,112 +218,31 @@ class IncomingHandoff:
             f"{self.line.name}: a block could not be transferred in {tries} tries: {problem}"
         )
 
-    def _insert_command(self, offer: Offer) -> InsertBlock:
-        return InsertBlock(
-            step=self._loop.next_number(),
-            offer_id=offer.offer_id,
-            rank=self._to.rank,
-            group=offer.group,
-            groups=offer.groups,
-            block_tokens=offer.block_tokens,
-            valid_tokens=offer.valid_tokens,
-            start=offer.start,
-            pages=self._pages(offer),
-            checksum_key=self.line.link.checksum_key,
-            peer=self.line.link.peer,
-            codec=self._codec(offer),
-            kind=offer.kind,
-        )
-
-    def _pages(self, offer: Offer) -> tuple[int, ...]:
-        if offer.kind is KvKind.WINDOW:
-            if self._to.windows is None:
-                raise HandoffError(
-                    f"{self.line.name}: KV of a sliding window, but no window pages are reserved"
-                )
-            return self._to.windows.pages(offer.start + offer.valid_tokens)
-        if offer.kind is KvKind.POSITIONS:
-            return self._to.pages(offer.start + offer.valid_tokens)
-        if self._to.state is None:
-            raise HandoffError(f"{self.line.name}: a state came, and this model keeps none")
-        return (self._to.state(),)
-
-    def _codec(self, offer: Offer) -> str:
-        """Recurrent state is never compressed, because errors in it would persist."""
-        return "none" if offer.kind is KvKind.STATE else self.line.link.codec
-
-    async def _insert(self, command: InsertBlock) -> StepResult:
-        self.inserting += 1
-        self.last_insertion = command.step
-        try:
-            return await self._loop.submit(command)
-        finally:
-            self.inserting -= 1
-
     async def _pull(self, offer: Offer) -> str:
-        seconds, link = self._pull_seconds, self.line.link
-        command = PullBlock(
-            step=self._loop.next_number(),
-            offer_id=offer.offer_id,
-            rank=self._to.rank,
-            group=offer.group,
-            groups=offer.groups,
-            block_tokens=offer.block_tokens,
-            deadline_seconds=seconds,
-            peer=link.peer,
-            codec=self._codec(offer),
-            source_rank=offer.rank,
-            kind=offer.kind,
-        )
-        future, began = self._loop.submit(command), self._now()
-        self.pulling += 1
-        try:
-            result = await within(future, PATIENCE * seconds)
-        except TimeoutError:
-            self._drop(offer, future)
+        began = self._now()
+        result = await self._arriving.pull(offer)
+        if result is None:
             self._counters.add("pulls_timed_out")
-            return f"it did not arrive within {PATIENCE * seconds:g} s"
-        except asyncio.CancelledError:
-            self._drop(offer, future)
-            raise
-        finally:
-            self.pulling -= 1
-        assert isinstance(result, PullResult)
+            return f"it did not arrive within {PATIENCE * self._pull_seconds:g} s"
         if result.error:
-            self._drop(offer)
             self._counters.add("pulls_failed")
-        else:
-            self._received.bytes_moved += result.bytes_moved
-            if self.line.link.verify:
-                # The checksum is sent when the block is computed, perhaps after the pull began.
-                ended = self._now()
-                since = max(began, self._computed_at.get(offer.offer_id, ended))
-                self.line.arrived(result.bytes_moved, ended - since)
-        return result.error
+            return result.error
+        self._received.bytes_moved += result.bytes_moved
+        if self.line.link.verify:
+            # The checksum is sent when the block is computed, perhaps after the pull began.
+            ended = self._now()
+            since = max(began, self._computed_at.get(offer.offer_id, ended))
+            self.line.arrived(result.bytes_moved, ended - since)
+        return ""
 
-    async def _compare(self, offer: Offer, inserted: StepResult) -> str:
-        if not self.line.link.verify:
-            return ""
-        assert isinstance(inserted, InsertResult), (
-            "a mesh that is asked to verify sums what it inserts"
-        )
-        if not inserted.intact:
-            self._mismatched()
-            return "it is not what its codec had packed"
-        if self._codec(offer) != "none":
-            return ""
-        expected = await self._sum(offer.offer_id)
-        if expected == inserted.checksum:
-            return ""
-        self._mismatched()
-        return (
-            f"its checksum is {inserted.checksum:#x} after insertion, and was {expected:#x} where"
-            " it was computed"
-        )
-
-    def _mismatched(self) -> None:
-        self.spoiled = True
-        self._counters.add("checksums_mismatched")
+    async def _compare(self, offer: Offer, inserted: InsertResult) -> str:
+        summed = self.line.link.verify and self._arriving.codec(offer) == "none"
+        expected = await self._sum(offer.offer_id) if summed else None
+        problem = self._arriving.verify(offer, inserted, expected)
+        if problem:
+            self.spoiled = True
+            self._counters.add("checksums_mismatched")
+        return problem
 
     def _sum(self, offer_id: int) -> "asyncio.Future[int]":
         if offer_id not in self._sums:
@@ -382,11 +266,6 @@ class IncomingHandoff:
                     HandoffError(f"{self.line.name}: no checksum came for a block")
                 )
                 expected.exception()
-
-    def _drop(self, offer: Offer, pull: "asyncio.Future[StepResult] | None" = None) -> None:
-        if pull is not None:
-            pull.add_done_callback(lambda done: done.cancelled() or done.exception())
-        self._loop.fire(DropBlocks(self._loop.next_number(), (offer.offer_id,)))
 
     def _check_coverage(self, end: HandoffEnd) -> None:
         blocks, groups, windows = self._received.blocks, self._to.layer_groups, self._to.windows

@@ -17,14 +17,9 @@ from jdisagg.scheduler.decode_state import DecodeState
 from jdisagg.scheduler.handoff import HandoffEvent, HandoffState
 from jdisagg.scheduler.sequences import SequenceGroup
 from jdisagg.telemetry import Counters
-from jdisagg.worker.incoming_handoff import (
-    Destination,
-    IncomingHandoff,
-    Received,
-    WindowDestination,
-)
+from jdisagg.worker.block_moves import Destination, WindowDestination
+from jdisagg.worker.incoming_handoff import IncomingHandoff, Received
 from jdisagg.worker.peers import Peers
-from jdisagg.worker.sender_line import SenderLine
 from jdisagg.worker.step_loop import StepLoop
 
 
@@ -76,7 +71,7 @@ class IncomingKv:
 
     @property
     def arriving(self) -> bool:
-        return any([handoff.pulling or handoff.inserting for handoff in self._handoffs()])
+        return any([handoff.arriving for handoff in self._handoffs()])
 
     def completing_before(self, step: int) -> bool:
         return any([one.completing and one.last_insertion < step for one in self._handoffs()])
@@ -126,9 +121,8 @@ class IncomingKv:
         handoff, task = incoming.handoff, incoming.task
         assert handoff is not None and task is not None
         incoming.handoff = incoming.task = None
-        handoff.close()
         task.cancel()
-        handoff.line.give_up(reason)
+        handoff.give_up(reason)
         return handoff.kept_tokens()
 
     def _receive_from(
@@ -140,13 +134,13 @@ class IncomingKv:
             return self._state.states.slot(group.rank, group.key)
 
         try:
-            peer = self._peers.find(source)
+            line = self._peers.line_to(source, group.attempt)
         except JdisaggError as error:
             self._lost(group, incoming, source, error, cached_tokens)
             return
         incoming.handoff = IncomingHandoff(
             self._loop,
-            SenderLine(peer, source, group.attempt, self._peers.calls, self._peers.meter),
+            line,
             Destination(
                 group.rank,
                 lambda tokens: self._pages(group, tokens),
@@ -173,9 +167,8 @@ class IncomingKv:
     async def _receive(
         self, group: SequenceGroup, incoming: _Incoming, handoff: IncomingHandoff
     ) -> None:
-        line = handoff.line
         try:
-            line.link = await self._peers.greet(line.source, line.peer)
+            await handoff.line.greet(self._peers)
             received = await handoff.receive()
             if not handoff.closed:
                 self._complete(group, incoming, received)
@@ -183,14 +176,13 @@ class IncomingKv:
             if handoff.closed:
                 return  # another source may be writing to this reservation by now
             self._counters.add("handoffs_failed")
-            handoff.close()
-            line.give_up(str(error))
+            handoff.give_up(str(error))
             known = (
                 error
                 if isinstance(error, JdisaggError)
                 else UnavailableError(f"hand-off failed: {type(error).__name__}: {error}")
             )
-            self._lost(group, incoming, line.source, known, handoff.kept_tokens())
+            self._lost(group, incoming, handoff.line.source, known, handoff.kept_tokens())
 
     def _complete(self, group: SequenceGroup, incoming: _Incoming, received: Received) -> None:
         del self._incoming[group.key]

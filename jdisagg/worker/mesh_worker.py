@@ -1,15 +1,13 @@
-"""The base class of prefill and decode workers: step loop, outgoing KV, restores of cached KV,
-leases, drain.
+"""What a worker has besides its prompts and sequences: the loop of its mesh, cached KV, peers,
+leases, drain, status.
 
-A worker gets commands from its scheduler, runs them and reports results. Only schedulers assign
-pages and choose batches. State changes only on the event loop and between awaits, so every method
-sees a consistent state. A background task periodically ends expired leases and detects a mesh that
-hangs."""
+State changes only on the event loop and between awaits, so every method sees a consistent state. A
+background task periodically ends expired leases and detects a mesh that hangs."""
 
 import asyncio
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 
 import msgspec
@@ -17,13 +15,7 @@ import msgspec
 from jdisagg.clock import Clock
 from jdisagg.config import InstanceConfig, LimitsConfig
 from jdisagg.costs.measured import StepTimes
-from jdisagg.errors import (
-    BrokenModelError,
-    HandoffError,
-    InvalidRequestError,
-    JdisaggError,
-    UnavailableError,
-)
+from jdisagg.errors import HandoffError, InvalidRequestError, JdisaggError, UnavailableError
 from jdisagg.grammar.compiler import GrammarCompiler
 from jdisagg.messages.kept_blocks import KeptMark, KeptNews, KeptScheme
 from jdisagg.messages.ports import (
@@ -32,41 +24,33 @@ from jdisagg.messages.ports import (
     FetchReply,
     PeerHello,
     PeerMessage,
-    PrefillCall,
-    ReserveCall,
+    SessionCall,
+    SessionReport,
 )
-from jdisagg.messages.step_commands import (
-    BROKEN_TOKEN,
-    STUCK_TOKEN,
-    CopyPages,
-    PrefillChunk,
-    PrefillResult,
-    SampledToken,
-    StepCommand,
-    StepResult,
-)
-from jdisagg.messages.worker_status import LinkTimes, PriorityLoad, WorkerRole, WorkerStatus
+from jdisagg.messages.step_commands import StepCommand, StepResult
+from jdisagg.messages.worker_status import WorkerRole, WorkerStatus
 from jdisagg.request import Request
-from jdisagg.scheduler.attempts import Attempts
 from jdisagg.scheduler.decode_state import DecodeState
 from jdisagg.scheduler.executor import Executor, InterruptibleExecutor
 from jdisagg.scheduler.host_blocks import MOST_WRITING, MOST_WRITING_OF_DECODE, TierRoom
 from jdisagg.scheduler.kept_events import KeptEvents
-from jdisagg.scheduler.kept_view import KeptBlock, kept_blocks, kept_tiers
 from jdisagg.scheduler.prices import Prices
-from jdisagg.scheduler.prompt import Prompt
+from jdisagg.scheduler.prompts import Attempts
 from jdisagg.scheduler.residency import BlockNames
-from jdisagg.scheduler.turn import Facts, Scheduler, Turn
+from jdisagg.scheduler.turn import Scheduler
 from jdisagg.telemetry import Counters
 from jdisagg.worker.adapter_loads import AdapterLoads
 from jdisagg.worker.background import SideCalls
+from jdisagg.worker.cached_kv import CachedKv, KeptBlock
 from jdisagg.worker.disk_tier import DiskTier
 from jdisagg.worker.given_kv import GivenKv
 from jdisagg.worker.host_tier import HostTier
-from jdisagg.worker.kv_sources import KvSource, KvSources, RestoredBlocks, RestoreQuery
+from jdisagg.worker.incoming_kv import IncomingKv
+from jdisagg.worker.kv_sources import KvSource, KvSources
 from jdisagg.worker.outgoing_kv import OutgoingHandoff, OutgoingKv
 from jdisagg.worker.peer_fetch import PeerFetch
 from jdisagg.worker.peers import PeerResolver, Peers, hello_of
+from jdisagg.worker.session_kv import SessionKv
 from jdisagg.worker.step_loop import DEPTH, StepLoop
 from jdisagg.worker.weights_updates import ServedWeights, WeightsUpdates
 
@@ -107,38 +91,40 @@ class WorkerContext:
 
 
 class MeshWorker(ABC):
-    """Base class of prefill and decode workers. Answers calls of other workers (`PeerPort`).
+    """The base of `Worker`. Answers calls of other workers (`PeerPort`).
 
     Attributes:
         weights: Implements the calls that update the worker's weights or let it sleep.
 
     Args:
-        peers: Function that returns the interface of another worker from which cached KV may be
-            fetched; None if none may be fetched.
+        peers: Function that returns the interface of another worker, from which KV is received.
+        fetches: Whether cached KV may be fetched from other workers.
     """
+
+    _incoming: IncomingKv
 
     def __init__(
         self,
-        role: WorkerRole,
         context: WorkerContext,
+        role: WorkerRole,
         executor: Executor,
         config: InstanceConfig,
         limits: LimitsConfig,
-        peers: PeerResolver | None,
+        peers: PeerResolver,
+        fetches: bool = False,
     ) -> None:
-        decodes = role is not WorkerRole.PREFILL
-        self._role = role
+        self.role = role
+        self._decodes, self._computes = role.decodes, role.computes
         self.name = context.name
         self.address = context.address
         self.boot_id = context.ids()
         self.counters = Counters()
-        self._context = context
-        self._config = config
-        self._limits = limits
+        self._context, self._config, self._limits = context, config, limits
         self._clock = context.clock
-        self._mesh = executor.limits
+        self._layout = str(config.layout)
+        self._mesh = mesh = executor.limits
         # of prefills alone, one chunk per stage, and one in the queue
-        depth = DEPTH if decodes else executor.limits.stages + 1
+        depth = DEPTH if role.decodes else mesh.stages + 1
         self._loop = StepLoop(
             executor,
             self._turn,
@@ -153,7 +139,7 @@ class MeshWorker(ABC):
         self._hello = hello_of(
             context.name,
             context.model_fingerprint,
-            executor.limits,
+            mesh,
             executor.card,
             self.boot_id,
             checksum_key=context.ids() if limits.verify else 0,
@@ -162,56 +148,66 @@ class MeshWorker(ABC):
             tuned_apart=limits.tuned_apart,
         )
         self._outgoing = OutgoingKv(
-            self._hello,
-            self._loop,
-            executor.limits,
-            context.clock,
-            limits,
-            self.counters,
-            ended=self._sent,
+            self._hello, self._loop, mesh, self._clock, limits, self.counters, ended=self._sent
         )
         self._adapters = AdapterLoads(
-            context.name,
-            executor.limits.adapters,
-            self._loop,
-            self.counters,
-            self._requests_running,
+            context.name, mesh.adapters, self._loop, self.counters, self._requests_running
         )
-        now = self._clock.now
-        self.weights = WeightsUpdates(self, context.weights, self._loop, self.counters, now)
+        self.weights = WeightsUpdates(
+            self, context.weights, self._loop, self.counters, self._clock.now
+        )
         self._attempts = Attempts()
         self._grammars: GrammarCompiler | None = None
-        lease_seconds = limits.handoff_lease_seconds
-        if decodes:
-            lease_seconds = min(lease_seconds, limits.reservation_lease_seconds)
-        self._sweep_seconds = min(lease_seconds / 4, limits.timeouts.handoff.sweep_seconds)
         self._sweeping: asyncio.Task[None] | None = None
         self._draining = False
-        self._forgotten = 0  # blocks that were cleared rather than evicted for lack of room
         self._quiet = asyncio.Event()
-        self._state = DecodeState(executor.limits, context.names, self._adapters.table)
+        self._state = DecodeState(mesh, context.names, self._adapters.table)
         self._kept = self._state.residency
-        self._interruptible = executor if isinstance(executor, InterruptibleExecutor) else None
+        interruptible = isinstance(executor, InterruptibleExecutor)
+        self._interruptible = executor if role.decodes and interruptible else None
+        spans = self._interruptible is not None
+        ids = context.ids
         self._scheduler = Scheduler(
-            self._state,
-            config,
-            role,
-            decodes and self._interruptible is not None,
-            context.ids,
-            time.thread_time,
-            self.counters,
+            self._state, config, role, spans, ids, time.thread_time, self.counters
         )
         self._prompts, self._admission = self._scheduler.prompts, self._scheduler.admission
-        self._sources = self._find_sources(peers, decodes)
-        self._given = GivenKv(
-            self._sources,
-            self._outgoing,
-            self._loop,
-            executor.limits,
-            context.ids,
-            self.counters,
-            decodes,
+        self._peers = self._connect(peers, config.codec)
+        self._sources = self._find_sources(peers if fetches else None)
+        tiers, instead = (self._host, self._disk), "compute" if role.computes else "receive"
+        self._sessions = SessionKv(
+            self.name, self._kept, self._sources, *tiers, instead, self._clock.now
         )
+        self._given = GivenKv(
+            self._sources, self._outgoing, self._loop, mesh, ids, self.counters, role.decodes
+        )
+        # a reset of all workers may take this long
+        closed_seconds = limits.timeouts.request.status_seconds
+        self._cache = CachedKv(self._sources, self._given, mesh, self.counters, closed_seconds)
+
+    def _connect(self, peers: PeerResolver, codec: str) -> Peers:
+        timeouts, now = self._limits.timeouts.handoff, self._clock.now
+        made = Peers(peers, self._hello, self._loop, codec, now, timeouts, self._calls)
+        self._connections.append(made)
+        return made
+
+    def _find_sources(self, peers: PeerResolver | None) -> KvSources:
+        kept, loop, mesh, now = self._kept, self._loop, self._mesh, self._clock.now
+        ids, room, decodes = self._context.ids, self._context.tiers, self._decodes
+        if decodes and kept.snapshots:  # their blocks are of use only with a snapshot
+            peers, room = None, TierRoom()
+        most_writing = MOST_WRITING_OF_DECODE if decodes else MOST_WRITING
+        self._host = HostTier(kept, loop, mesh, room, ids, self.counters, most_writing)
+        self._disk = DiskTier(kept, loop, self._host, room, self.counters, now)
+        sources: list[KvSource] = [tier for tier in (self._host, self._disk) if tier.on]
+        # without these, windows or state that arrive with blocks could not be stored
+        has_place = not mesh.ring_pages and (kept.snapshots or not mesh.kv_spec.has_state)
+        if peers is not None and kept.on and has_place:
+            connected, prices = self._connect(peers, "none"), Prices(room.always)
+            fetch = PeerFetch(kept, loop, mesh, connected, self._limits, prices, self.counters)
+            sources.append(fetch)
+        return KvSources(kept, mesh.page_size, self.counters, now, sources, self._admission.spares)
+
+    # ---- from start to stop
 
     def constrain(self, grammars: GrammarCompiler | None) -> None:
         """Sets the grammar compiler. Without one, requests with a grammar are refused."""
@@ -230,6 +226,7 @@ class MeshWorker(ABC):
         if self._sweeping is not None:
             self._sweeping.cancel()
             await asyncio.gather(self._sweeping, return_exceptions=True)
+        self._sessions.stop()
         self._sources.stop()
         self._adapters.stop()
         await self._loop.stop()
@@ -253,170 +250,62 @@ class MeshWorker(ABC):
                 UnavailableError(f"worker {self.name!r} shuts down; its time to drain is over")
             )
 
-    async def reset_cache(self) -> int:
-        blocks = self._forget_kept(None, "reset")
-        await self._sources.erase()
-        return blocks
-
-    def forget_weights(self, keep: bool, identity: str) -> None:
-        self._forget_kept(None, "weights")
-        self._sources.erase_later()
-        self._kept.rename(identity)
-        self._hello = msgspec.structs.replace(self._hello, weights=identity)
-        self._outgoing.introduce(self._hello)
-        for peers in self._connections:
-            peers.introduce(self._hello)
-        reason = f"worker {self.name!r} changed its weights, or sleeps"
-        self._outgoing.end_all(HandoffError(reason))
-        self._end_old(keep)
+    def _break_down(self, error: UnavailableError) -> None:
+        self.counters.add("mesh_failures")
+        self._end_everything(error)
 
     def at_rest(self) -> bool:
         return self._sources.quiet and self._adapters.idle and not self._busy()
 
-    async def status(self) -> WorkerStatus:
-        return self.status_now()
+    async def _keep_sweeping(self) -> None:
+        limits = self._limits
+        lease = limits.handoff_lease_seconds
+        if self._decodes:
+            lease = min(lease, limits.reservation_lease_seconds)
+        while True:
+            await self._clock.sleep(min(lease / 4, limits.timeouts.handoff.sweep_seconds))
+            try:
+                self._sweep(self._clock.now())
+            except Exception as error:
+                self._loop.break_down(error)  # without sweeps no lease would expire
+                return
 
-    def status_now(self) -> WorkerStatus:
-        """Returns the worker's status. Raises UnavailableError if the mesh has failed."""
-        self._loop.check()
-        context, ledgers, states = self._context, self._state.ledgers, self._state.states
-        common = WorkerStatus(
-            name=self.name,
-            role=self._role,
-            layout=str(self._config.layout),
-            running=0,
-            waiting=len(self._admission.queue),
-            slots=0,
-            free_pages=tuple([ledger.free_pages for ledger in ledgers]),
-            total_pages=tuple([ledger.total_pages for ledger in ledgers]),
-            page_size=self._mesh.page_size,
-            context_tokens=self._mesh.context_tokens,
-            draining=self._draining,
-            queued_tokens=self._prompts.backlog.tokens,
-            queued_pairs=self._prompts.backlog.pairs,
-            free_states=states.free_by_rank(),
-            total_states=states.total_by_rank(),
-            kept=(*kept_tiers(self._kept, self._mesh), *self._sources.stats()),
-            kv_channels=context.kv_channels(),
-            times=context.times(),
-            links=self._links(),
-            kernels=context.kernels,
-            adapter_slots=self._mesh.adapters,
-            adapters=self._adapters.table.loaded,
-            weights=self.weights.served.identity,
-            asleep=self.weights.asleep,
-            images=self._mesh.images is not None,
-            can_prefill=self._scheduler.chunk_tokens > 0,
-            chunk_tokens=self._scheduler.chunk_tokens,
-            priorities=self._loads(self._admission.priorities()),
-        )
-        return self._status(common)
+    def _sweep(self, now: float) -> None:
+        self._outgoing.sweep(now)
+        self._sources.expire(now)
+        self._sessions.sweep(now)
+        self.weights.expire()
+        self._loop.break_if_stalled(self._limits.step_seconds)
+        self._attempts.forget_before(now - 2 * self._limits.handoff_lease_seconds)
+        self._loop.wake()
+        self._quiet.set()
 
-    @property
-    def kept_scheme(self) -> KeptScheme | None:
-        """Parameters of block names, for routers; None without a prefix cache."""
-        return self._kept.scheme
+    # ---- prompts and sequences
 
-    def kept_news(self, mark: KeptMark) -> KeptNews | None:
-        """Returns the changes of the prefix cache since a router's log position `mark`, or None if
-        nothing changed."""
-        return self._kept.log.news(self.name, mark)
-
-    def report_kept(self, pending: Callable[[], None]) -> KeptEvents | None:
-        """Starts to collect events about the cached blocks in pages, for routers of other projects
-        (`Residency.report`)."""
-        return self._kept.report(pending)
-
-    def kept_blocks(self) -> tuple[KeptBlock, ...]:
-        """Returns the cached blocks for display (`scheduler/kept_view.py`)."""
-        tiers = {source.name: source.listed() for source in self._sources}
-        return tuple(kept_blocks(self.name, self._kept, tiers))
-
-    async def hello(self, hello: PeerHello) -> PeerHello:
-        return await self._outgoing.hello(hello)
-
-    async def fetch(self, call: FetchCall) -> FetchReply:
-        return await self._given.give(call)
-
-    def offers(self, handoff_id: int, attempt: int) -> AsyncIterator[PeerMessage]:
-        return self._outgoing.offers(handoff_id, attempt)
-
-    async def acknowledge(self, handoff_id: int, offer_ids: tuple[int, ...]) -> None:
-        await self._outgoing.acknowledge(handoff_id, offer_ids)
-        self._given.moved()
-
-    async def abort(self, handoff_id: int, reason: str) -> None:
-        await self._outgoing.abort(handoff_id, reason)
-
+    @abstractmethod
     def _turn(self, step: int | None) -> StepCommand | None:
         """Takes a turn of the scheduler and carries it out. Returns its command, which has the
         number `step`."""
-        prompts = self._prompts
-        for prompt in prompts.take_released() if prompts.released else ():
-            self._seek(prompt)
-        turn = self._scheduler.turn(self._facts(step))
-        if turn.command is None:
-            self._host.copy_evicted()  # otherwise before the command
-        for copies in turn.copies:
-            self._loop.fire(CopyPages(self._loop.next_number(), (), copies))
-        command = self._carry_out(turn)
-        if prompts.released:
-            self._loop.wake()
-        if self._draining:
-            self._quiet.set()
-        return command
-
-    def _query(self, prompt: Prompt, call: PrefillCall | ReserveCall) -> RestoreQuery:
-        """Asks the sources of KV for the blocks of a prompt that are not in pages."""
-        hinted = min(call.peer_tokens, prompt.most_known)
-        return RestoreQuery(prompt.useful, prompt.known, 0, call.peer, hinted)
-
-    @abstractmethod
-    def _facts(self, step: int | None) -> Facts:
-        """Returns what the scheduler needs to know for a turn."""
-
-    @abstractmethod
-    def _carry_out(self, turn: Turn) -> StepCommand | None:
-        """Carries a turn out, except for its command, which is returned."""
-
-    @abstractmethod
-    def _seek(self, prompt: Prompt) -> None:
-        """Lets a prompt wait for blocks of another prompt, or for pages."""
 
     @abstractmethod
     def _apply(self, command: StepCommand, result: StepResult) -> None:
         """Processes the result of a planned command."""
 
     @abstractmethod
-    def _status(self, common: WorkerStatus) -> WorkerStatus:
-        """Completes a status with what differs between the two kinds of workers."""
-
-    @abstractmethod
-    def _prefilled(self, key: int, firsts: list[SampledToken]) -> None:
-        """Called with the first tokens of a prompt that is computed."""
+    def _sent(self, handoff: OutgoingHandoff, error: JdisaggError | None) -> None:
+        """Called when a hand-off has ended. `error` is None if it succeeded."""
 
     @abstractmethod
     def _requests_running(self) -> list[Request]:
-        """Returns the requests with sequences that have pages or wait for them."""
+        """Returns the requests that have sequences with pages or wait for them."""
 
     @abstractmethod
     def _busy(self) -> bool:
         """Returns whether any work is left that a drain must wait for."""
 
     @abstractmethod
-    def _end_everything(self, error: UnavailableError) -> None:
-        """Ends all running and waiting work with this error."""
-
-    def _sent(self, handoff: OutgoingHandoff, error: JdisaggError | None) -> None:
-        if not self._given.ended(handoff.sequence):
-            self._handed_over(handoff, error)
-        self._loop.wake()  # others may get what became free
-        self._quiet.set()
-
-    @abstractmethod
-    def _handed_over(self, handoff: OutgoingHandoff, error: JdisaggError | None) -> None:
-        """Called when a hand-off of a prompt or sequence has ended. `error` is None if it
-        succeeded."""
+    def _hand_on(self) -> None:
+        """Offers running work to other workers during a drain."""
 
     @abstractmethod
     def _end_old(self, keep: bool) -> None:
@@ -424,101 +313,8 @@ class MeshWorker(ABC):
         it. If `keep` is set, sequences that decode continue."""
 
     @abstractmethod
-    def _hand_on(self) -> None:
-        """Offers running work to other workers during a drain."""
-
-    def _connect(self, peers: PeerResolver, codec: str) -> Peers:
-        timeouts = self._limits.timeouts.handoff
-        now = self._clock.now
-        made = Peers(peers, self._hello, self._loop, codec, now, timeouts, self._calls)
-        self._connections.append(made)
-        return made
-
-    def _links(self) -> tuple[LinkTimes, ...]:
-        return tuple([link for peers in self._connections for link in peers.meter.links()])
-
-    def _find_sources(self, peers: PeerResolver | None, decodes: bool) -> KvSources:
-        kept, loop, mesh, now = self._kept, self._loop, self._mesh, self._clock.now
-        ids, room = self._context.ids, self._context.tiers
-        if decodes and kept.snapshots:  # their blocks are of use only with a snapshot
-            peers, room = None, TierRoom()
-        most_writing = MOST_WRITING_OF_DECODE if decodes else MOST_WRITING
-        self._host = HostTier(kept, loop, mesh, room, ids, self.counters, most_writing)
-        self._disk = DiskTier(kept, loop, self._host, room, self.counters, now)
-        sources: list[KvSource] = [tier for tier in (self._host, self._disk) if tier.on]
-        # without these, windows or state that arrive with blocks could not be stored
-        has_place = not mesh.ring_pages and (kept.snapshots or not mesh.kv_spec.has_state)
-        if peers is not None and kept.on and has_place:
-            fetch = PeerFetch(
-                kept,
-                loop,
-                mesh,
-                self._connect(peers, "none"),
-                self._limits,
-                Prices(room.always),
-                self.counters,
-            )
-            sources.append(fetch)
-        return KvSources(kept, mesh.page_size, self.counters, now, sources, self._admission.spares)
-
-    def _apply_chunk(self, chunk: PrefillChunk, result: PrefillResult) -> None:
-        seconds = self._loop.took
-        self._prompts.computed(chunk, result, seconds)
-        self._sources.computed_in(sum([len(row.tokens) for row in chunk.rows]), seconds)
-        for row in chunk.rows:
-            if row.samples:
-                firsts = [one for one in result.samples if one.sequence == row.sequence]
-                self._prefilled(row.sequence, firsts)
-
-    def _loads(self, waiting: Mapping[int, int]) -> tuple[PriorityLoad, ...]:
-        """`waiting`: number of requests that wait for pages, by priority."""
-        held, queued = self._state.priorities(), self._prompts.backlog.by_priority()
-        return tuple(
-            [
-                PriorityLoad(one, *held.get(one, (0, 0)), waiting.get(one, 0), queued.get(one, 0))
-                for one in sorted({*held, *waiting, *queued})
-            ]
-        )
-
-    def _count_reuse(
-        self, prompt: Prompt, rank: int, cached_tokens: int, restored: RestoredBlocks
-    ) -> None:
-        kept = self._kept
-        if cached_tokens:
-            self._sources.used(rank, prompt.chain[: cached_tokens // kept.block_tokens])
-        if kept.on:
-            self.counters.add("prefix_asked_tokens", prompt.tokens)
-            for tier, count in restored.split(rank, cached_tokens).by_tier().items():
-                if count or tier == "pages":
-                    self.counters.add("prefix_hit_tokens", count, tier=tier)
-            known = self.counters["prefix_blocks_evicted"] - self._forgotten
-            if kept.evicted_blocks > known:
-                count = kept.evicted_blocks - known
-                self.counters.add("prefix_blocks_evicted", count, cause="room")
-        if kept.snapshots:
-            made, used, evicted = (
-                sum([getattr(one, what) for one in kept.snapshots])
-                for what in ("made", "used", "evicted")
-            )
-            self.counters.add("snapshots_kept", made - self.counters["snapshots_kept"])
-            self.counters.add("snapshots_used", used - self.counters["snapshots_used"])
-            self.counters.add("snapshots_evicted", evicted - self.counters["snapshots_evicted"])
-
-    def _forget_kept(self, rank: int | None, cause: str) -> int:
-        # a reset of all workers may take this long
-        self._given.close_for(self._limits.timeouts.request.status_seconds)
-        elsewhere = self._sources.clear(cause)
-        blocks = self._kept.clear(rank)
-        self._forgotten += blocks
-        if blocks:
-            self.counters.add("prefix_blocks_evicted", blocks, cause=cause)
-        return blocks + elsewhere
-
-    def _forget_broken(self, rank: int) -> None:
-        """Drops the cached blocks of a rank, which may be the cause of a result that is no
-        number."""
-        self._forget_kept(rank, "broken")
-        self._sources.erase_later()
+    def _end_everything(self, error: UnavailableError) -> None:
+        """Ends all running and waiting work with this error."""
 
     async def _compiled(self, request: Request, seconds: float) -> None:
         """Compiles the request's grammar, if any.
@@ -537,64 +333,129 @@ class MeshWorker(ABC):
                 )
             await self._grammars.prepare(grammar, seconds)
 
-    def _unsampled(self, request: Request, firsts: Iterable[SampledToken]) -> JdisaggError | None:
-        codes = [one.token for one in firsts if one.token in (BROKEN_TOKEN, STUCK_TOKEN)]
-        return self._unchosen(request, codes[0]) if codes else None
+    def _check_awake(self) -> None:
+        if self.weights.asleep:
+            raise UnavailableError(f"worker {self.name!r} sleeps; wake it, or try another")
 
-    def _unchosen(self, request: Request, token: int) -> JdisaggError:
-        grammar = request.sampling.grammar
-        if token != STUCK_TOKEN or grammar is None:
-            return BrokenModelError()
-        return InvalidRequestError(
-            f"grammar: the {grammar.kind.value} became too complex for the text so far, or the"
-            " tokens so far do not follow it; simplify it"
-        )
-
-    def _check_serving(
-        self, request: Request, children: tuple[Child, ...], computes: bool = True
-    ) -> None:
+    def _check_serving(self, children: tuple[Child, ...]) -> None:
         self._loop.check()
         self._check_awake()
-        self._check_images(request, computes)
         if self._draining and not any(child.accepted for child in children):
             raise UnavailableError(
                 f"worker {self.name!r} is draining and takes no new requests; try another",
                 retry_after_seconds=1.0,
             )
 
-    def _check_images(self, request: Request, computes: bool) -> None:
-        form = self._mesh.images
-        if not request.images:
-            return
-        if form is None:
-            raise InvalidRequestError(
-                f"worker {self.name!r} reads no images: its model has no vision encoder that is"
-                " served, its checkpoint lacks the encoder's weights, or its instance has pipeline"
-                " stages or several processes; send text only"
-            )
-        for image in request.images:
-            form.check(image, request.prompt_token_ids, computes)
+    # ---- weights and cache
 
-    def _check_awake(self) -> None:
-        if self.weights.asleep:
-            raise UnavailableError(f"worker {self.name!r} sleeps; wake it, or try another")
+    def forget_weights(self, keep: bool, identity: str) -> None:
+        self._cache.forget(None, "weights")
+        self._sources.erase_later()
+        self._kept.rename(identity)
+        self._hello = msgspec.structs.replace(self._hello, weights=identity)
+        self._outgoing.introduce(self._hello)
+        for peers in self._connections:
+            peers.introduce(self._hello)
+        reason = f"worker {self.name!r} changed its weights, or sleeps"
+        self._outgoing.end_all(HandoffError(reason))
+        self._end_old(keep)
 
-    def _sweep(self, now: float) -> None:
-        self._outgoing.sweep(now)
-        self._sources.expire(now)
-        self.weights.expire()
-        self._loop.break_if_stalled(self._limits.step_seconds)
-        self._attempts.forget_before(now - 2 * self._limits.handoff_lease_seconds)
+    async def reset_cache(self) -> int:
+        return await self._cache.reset()
 
-    async def _keep_sweeping(self) -> None:
-        while True:
-            await self._clock.sleep(self._sweep_seconds)
-            try:
-                self._sweep(self._clock.now())
-            except Exception as error:
-                self._loop.break_down(error)  # without sweeps no lease would expire
-                return
+    async def session(self, call: SessionCall) -> SessionReport | None:
+        return await self._sessions.answer(call)
 
-    def _break_down(self, error: UnavailableError) -> None:
-        self.counters.add("mesh_failures")
-        self._end_everything(error)
+    @property
+    def kept_scheme(self) -> KeptScheme | None:
+        """Parameters of block names, for routers; None without a prefix cache."""
+        return self._kept.scheme
+
+    def kept_news(self, mark: KeptMark) -> KeptNews | None:
+        """Returns the changes of the prefix cache since a router's log position `mark`, or None if
+        nothing changed."""
+        return self._kept.log.news(self.name, mark)
+
+    def report_kept(self, pending: Callable[[], None]) -> KeptEvents | None:
+        """Starts to collect events about the cached blocks in pages, for routers of other projects
+        (`Residency.report`)."""
+        return self._kept.report(pending)
+
+    def kept_blocks(self) -> tuple[KeptBlock, ...]:
+        """Returns the cached blocks for display (`KeptBlock`)."""
+        return tuple(self._cache.blocks(self.name))
+
+    # ---- status
+
+    async def status(self) -> WorkerStatus:
+        return self.status_now()
+
+    def status_now(self) -> WorkerStatus:
+        """Returns the worker's status. Raises UnavailableError if the mesh has failed."""
+        self._loop.check()
+        context, mesh, state, scheduler = self._context, self._mesh, self._state, self._scheduler
+        status = WorkerStatus(
+            name=self.name,
+            role=self.role,
+            layout=self._layout,
+            running=len(self._prompts.placed),
+            waiting=len(self._admission.queue),
+            slots=mesh.ranks * mesh.rows_per_chunk,
+            free_pages=tuple([ledger.free_pages for ledger in state.ledgers]),
+            total_pages=tuple([ledger.total_pages for ledger in state.ledgers]),
+            page_size=mesh.page_size,
+            context_tokens=mesh.context_tokens,
+            draining=self._draining,
+            handoffs=len(self._incoming) + len(self._outgoing),
+            queued_tokens=self._prompts.backlog.tokens,
+            queued_pairs=self._prompts.backlog.pairs,
+            free_states=state.states.free_by_rank(),
+            total_states=state.states.total_by_rank(),
+            kept=self._cache.tiers(),
+            kv_channels=context.kv_channels(),
+            times=context.times(),
+            links=tuple([link for peers in self._connections for link in peers.meter.links()]),
+            kernels=context.kernels,
+            adapter_slots=mesh.adapters,
+            adapters=self._adapters.table.loaded,
+            weights=self.weights.served.identity,
+            asleep=self.weights.asleep,
+            images=mesh.images is not None,
+            can_prefill=scheduler.chunk_tokens > 0,
+            chunk_tokens=scheduler.chunk_tokens,
+            priorities=scheduler.loads(),
+        )
+        if not self._decodes:
+            return status
+        return msgspec.structs.replace(
+            status,
+            running=sum(state.living),
+            slots=mesh.ranks * mesh.slots_per_rank,
+            preemptions=state.preemptions,
+            reserved_pages=state.reserved_pages(),
+            rank_sequences=tuple(state.living),
+            rank_contexts=state.contexts(),
+            drafted_tokens=self.counters["drafted_tokens"],
+            accepted_tokens=self.counters["accepted_tokens"],
+        )
+
+    # ---- other workers
+
+    async def hello(self, hello: PeerHello) -> PeerHello:
+        return await self._outgoing.hello(hello)
+
+    async def fetch(self, call: FetchCall) -> FetchReply:
+        # lossily compressed KV differs from the KV that the requesting worker would compute
+        if self._decodes and (self._draining or self._config.codec != "none"):
+            return FetchReply()
+        return await self._given.give(call)
+
+    def offers(self, handoff_id: int, attempt: int) -> AsyncIterator[PeerMessage]:
+        return self._outgoing.offers(handoff_id, attempt)
+
+    async def acknowledge(self, handoff_id: int, offer_ids: tuple[int, ...]) -> None:
+        await self._outgoing.acknowledge(handoff_id, offer_ids)
+        self._given.moved()
+
+    async def abort(self, handoff_id: int, reason: str) -> None:
+        await self._outgoing.abort(handoff_id, reason)

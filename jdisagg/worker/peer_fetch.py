@@ -6,8 +6,6 @@ an ordinary KV transfer (`worker/incoming_handoff.py`), so the other worker may 
 size or sharding. Lossy compression is not used. Failures are counted (`peer_fetch_failed`, by
 cause)."""
 
-from dataclasses import replace
-
 from jdisagg.config import LimitsConfig
 from jdisagg.errors import IncompatiblePeerError, JdisaggError
 from jdisagg.messages.ports import FetchCall
@@ -16,11 +14,11 @@ from jdisagg.scheduler.page_ledger import pages_for
 from jdisagg.scheduler.prices import Prices
 from jdisagg.scheduler.residency import Residency
 from jdisagg.telemetry import Counters
-from jdisagg.worker.incoming_handoff import Destination, IncomingHandoff, WindowDestination
+from jdisagg.worker.block_moves import Destination, WindowDestination
+from jdisagg.worker.incoming_handoff import IncomingHandoff
 from jdisagg.worker.kv_sources import KvSource, Origin, Restore, RestorePlan, RestoreQuery
 from jdisagg.worker.outgoing_kv import state_weight
 from jdisagg.worker.peers import Peers
-from jdisagg.worker.sender_line import SenderLine
 from jdisagg.worker.step_loop import StepLoop
 
 MOST_FETCHES = 4  # simultaneous restores; their blocks in flight need memory besides the pages
@@ -115,9 +113,8 @@ class PeerFetch(KvSource):
     async def _begin_hand_off(self, restore: Restore) -> IncomingHandoff | None:
         plan, size, source = restore.plan, self._kept.block_tokens, restore.plan.peer
         assert source is not None, "`worth` plans with a peer only"
-        peer = self._peers.find(source)
-        line = SenderLine(peer, source, 0, self._peers.calls, self._peers.meter)
-        line.link = replace(await self._peers.greet(source, peer), codec="none")
+        line = self._peers.line_to(source, 0)
+        await line.greet(self._peers, codec="none")
         seconds = plan.patience_seconds
         call = FetchCall(
             source.handoff_id,
@@ -128,7 +125,7 @@ class PeerFetch(KvSource):
             seconds or self._fetch_seconds,
         )
         try:
-            reply = await peer.fetch(call)
+            reply = await line.peer.fetch(call)
         except BaseException:
             line.give_up("its answer is not waited for")
             raise
@@ -170,4 +167,4 @@ class PeerFetch(KvSource):
             self._senders.remove(name)
             handoff.close()
             if not whole:
-                handoff.line.give_up("the fetch was given up")
+                handoff.give_up("the fetch was given up")

@@ -8,9 +8,11 @@ used for a long time.
 Page size and layout may differ between two workers. Protocol, model, weights, KV spec with dtype,
 block sizes and data-plane transports must be equal."""
 
+import asyncio
 import logging
-from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Collection
+from dataclasses import dataclass, replace
 from itertools import groupby
 
 from jdisagg.clock import limit
@@ -18,14 +20,13 @@ from jdisagg.errors import HandoffError, IncompatiblePeerError
 from jdisagg.layout.kv_spec import KVLayer
 from jdisagg.layout.mesh_card import MeshCard
 from jdisagg.messages.packed import OLDEST, PROTOCOL, compatible
-from jdisagg.messages.ports import HandoffSource, PeerHello, PeerPort
+from jdisagg.messages.ports import HandoffSource, PeerHello, PeerMessage, PeerPort
 from jdisagg.messages.step_commands import ConnectPeer, DisconnectPeer
 from jdisagg.messages.worker_status import LinkTimes
 from jdisagg.scheduler.executor import MeshLimits
 from jdisagg.scheduler.prices import MovePrice
 from jdisagg.settings.timeouts import HandoffTimeouts
 from jdisagg.worker.background import SideCalls
-from jdisagg.worker.link_share import LinkShare
 from jdisagg.worker.step_loop import StepLoop
 
 log = logging.getLogger(__name__)
@@ -45,6 +46,9 @@ CHANGE, LEAST_SECONDS = 0.25, 1e-3
 # Assumed time per byte. It is used while all blocks had the same size, because it cannot be
 # measured then.
 ASSUMED_BYTE_SECONDS = 1e-9
+
+MOST_PULLS = 64
+SLOW, FAST = 1 / 2, 1 / 8  # limits of slow and fast pulls, as parts of the time limit
 
 PeerResolver = Callable[[HandoffSource], PeerPort]
 """Gives the port of a source by its address. Raises HandoffError where there is none. Opening one
@@ -101,6 +105,137 @@ class LinkMeter:
         self._reported.pop(sender, None)
 
 
+class LinkShare:
+    """Shares the link from one sending worker fairly among the hand-offs that receive from it.
+
+    Pulls begin in turns that rotate among the hand-offs, so that a short prompt does not wait
+    behind all blocks of a long one. On a fast link many pulls are in flight, because each pull
+    costs a round trip. After a slow pull their number is halved, because concurrent pulls on a slow
+    link only delay each other. Used on the event loop only."""
+
+    def __init__(self) -> None:
+        self.most = MOST_PULLS
+        self._running = 0
+        self._waiting: dict[int, deque[asyncio.Future[None]]] = {}  # by hand-off, in rotation
+
+    def took(self, seconds: float, limit_seconds: float) -> None:
+        """Adapts the number of simultaneous pulls to the time that a pull of a computed block took.
+        `limit_seconds` is the time limit of the pull."""
+        if seconds > SLOW * limit_seconds:
+            self.most = max(1, min(self.most, self._running) // 2)
+        elif seconds < FAST * limit_seconds:
+            self.most = min(MOST_PULLS, self.most + 1)
+
+    async def begin_turn(self, handoff: int) -> None:
+        """The caller must call `end_turn` when the pull has ended."""
+        if self._running < self.most and not self._waiting:
+            self._running += 1
+            return
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.setdefault(handoff, deque()).append(turn)
+        self._give_turns()
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if turn.done() and not turn.cancelled():  # the turn began at the same time
+                self._running -= 1
+            self._give_turns()
+            raise
+
+    def end_turn(self) -> None:
+        self._running -= 1
+        self._give_turns()
+
+    def _give_turns(self) -> None:
+        while self._waiting and self._running < self.most:
+            handoff = next(iter(self._waiting))
+            turns = self._waiting.pop(handoff)
+            turn = turns.popleft()
+            if turns:
+                self._waiting[handoff] = turns  # after the other hand-offs
+            if not turn.done():
+                self._running += 1
+                turn.set_result(None)
+
+
+class SenderLine:
+    """Sends the messages of one hand-off's receiver to its sender: acknowledgements, heartbeats,
+    aborts. They are sent in the background. A lost acknowledgement is repeated after the next
+    answered heartbeat, because a migration waits for all acknowledgements. An abort is repeated a
+    limited number of times until the sender has received it."""
+
+    def __init__(
+        self,
+        peer: PeerPort,
+        source: HandoffSource,
+        attempt: int,
+        calls: SideCalls,
+        meter: LinkMeter,
+    ) -> None:
+        self.peer = peer
+        self.source = source
+        self.link = PeerLink()
+        self._attempt = attempt
+        self._calls = calls
+        self._meter = meter
+        self._unsent: list[int] = []
+        self._sending = False
+
+    @property
+    def name(self) -> str:
+        return f"hand-off {self.source.handoff_id}"
+
+    async def greet(self, peers: "Peers", codec: str | None = None) -> None:
+        """Exchanges hellos and connects to the sender, as `Peers.greet`. `codec`: codec to use
+        instead of the configured one."""
+        link = await peers.greet(self.source, self.peer)
+        self.link = link if codec is None else replace(link, codec=codec)
+
+    def offers(self) -> AsyncIterator[PeerMessage]:
+        return self.peer.offers(self.source.handoff_id, self._attempt)
+
+    def arrived(self, size_bytes: int, seconds: float) -> None:
+        self._meter.add(self.source.worker, size_bytes, seconds)
+
+    def acknowledge(self, offer_id: int) -> None:
+        """Acknowledges a block. One message is in flight at a time; the next message contains all
+        acknowledgements made in the meantime."""
+        self._unsent.append(offer_id)
+        self._send_next()
+
+    def acknowledge_all(self, offer_ids: tuple[int, ...]) -> None:
+        """Repeats all acknowledgements at the end of the hand-off. If one of them was lost, a
+        migration, or a hand-off that sent no blocks, would otherwise not end at its sender."""
+        self._calls.send(lambda: self.peer.acknowledge(self.source.handoff_id, offer_ids))
+
+    async def heartbeat(self) -> None:
+        """Renews the sender's lease. Raises JdisaggError if the sender does not answer."""
+        await self.peer.acknowledge(self.source.handoff_id, ())
+        if self._unsent:
+            self._send_next()
+
+    def give_up(self, reason: str) -> None:
+        peer, handoff_id = self.peer, self.source.handoff_id
+        self._calls.send_until_received(lambda: peer.abort(handoff_id, reason))
+
+    def _send_next(self) -> None:
+        if not self._sending:
+            self._sending = True
+            self._calls.send(self._acknowledge)
+
+    async def _acknowledge(self) -> None:
+        ids, self._unsent = self._unsent, []
+        try:
+            await self.peer.acknowledge(self.source.handoff_id, tuple(ids))
+        except BaseException:
+            self._unsent = [*ids, *self._unsent]
+            self._sending = False
+            raise
+        self._sending = bool(self._unsent)
+        if self._sending:
+            self._calls.send(self._acknowledge)
+
+
 class Peers:
     """Connections of one worker to the workers that send KV to it. `find`: function that returns
     the port to a source worker. It raises HandoffError if the worker is unknown."""
@@ -137,6 +272,10 @@ class Peers:
 
     def share(self, worker: str) -> LinkShare:
         return self._shares.setdefault(worker, LinkShare())
+
+    def line_to(self, source: HandoffSource, attempt: int) -> SenderLine:
+        """Raises HandoffError if the worker is unknown."""
+        return SenderLine(self.find(source), source, attempt, self.calls, self.meter)
 
     async def greet(self, source: HandoffSource, port: PeerPort) -> PeerLink:
         """Exchanges hellos with a peer and connects to it. Returns the connection, which is reused

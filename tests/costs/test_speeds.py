@@ -7,7 +7,7 @@ import pytest
 
 from jdisagg.costs.speeds import ASSUMED, Kind, Speed, speed_of
 from jdisagg.layout.axes import Layout
-from jdisagg.scheduler.backlog import causal_pairs
+from jdisagg.scheduler.prompts import causal_pairs
 from tests.costs.named import A100, GB200, H100, LLAMA_8B, LLAMA_70B, OPT_13B, QWEN_235B
 
 KINDS = (

@@ -5,11 +5,11 @@ from dataclasses import replace
 
 from jdisagg.config import RoutingConfig
 from jdisagg.dispatch.placer import PlacementHandle, PlacementRequest, Placer, PlacerSettings
-from jdisagg.dispatch.router_events import NO_ROUTER_EVENTS, RouterEvents
 from jdisagg.messages.ports import Child
 from jdisagg.request import Request, SamplingParams
 from jdisagg.router.accounts import Accounts
 from jdisagg.router.cluster_state import OWN, ClusterState, Description
+from jdisagg.router.decision import NO_ROUTER_EVENTS, RouterEvents
 from jdisagg.router.known_blocks import KnownBlocks
 from jdisagg.settings.timeouts import DEFAULT_TIMEOUTS
 from jdisagg.telemetry import Counters

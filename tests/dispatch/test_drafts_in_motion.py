@@ -2,21 +2,31 @@
 time: every answer is the one that a run without drafts gives."""
 
 import asyncio
+import json
 import random
 from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
 
-from jdisagg.request import Request
+from jdisagg.request import GrammarKind, Request
 from jdisagg.scheduler import speculation
 from jdisagg.scheduler.executor import MeshLimits
 from jdisagg.scheduler.sequences import Sequence
-from tests.dispatch.constrained import requests as with_grammars
 from tests.dispatch.deaths import outlive
 from tests.fakes.cluster import Fleet, toy_request
 from tests.fakes.fake_executor import Costs, toy_limits
+from tests.fakes.toy_grammars import END, toy_grammar
 from tests.fakes.toy_model import expected_tokens
+
+REGEX = "[a-f]{3}(-[0-9]{4}){2,6}"
+AGES = {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": 99}, "maxItems": 4}
+SCHEMA = {
+    "type": "object",
+    "properties": {"kind": {"enum": ["cat", "dog"]}, "ages": AGES},
+    "required": ["kind", "ages"],
+    "additionalProperties": False,
+}
 
 
 class RandomDrafter:
@@ -50,6 +60,31 @@ def drafter(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def limits(pages: int = 64, slots: int = 4) -> MeshLimits:
     return replace(toy_limits(pages_per_rank=pages, slots_per_rank=slots), speculates=True)
+
+
+def with_grammars(count: int) -> list[Request]:
+    """With grammars of two kinds and without one, greedy and not, with penalties, of two
+    children."""
+    grammars = (
+        toy_grammar(GrammarKind.REGEX, REGEX),
+        toy_grammar(GrammarKind.JSON_SCHEMA, json.dumps(SCHEMA)),
+        None,
+    )
+    return [
+        toy_request(
+            number,
+            prompt_tokens=10 + 5 * number,
+            stop_ids=(END,),
+            max_tokens=60,
+            temperature=float(number % 2),
+            seed=number,
+            n=1 + (number % 4 == 3),
+            repetition_penalty=1.0 + 0.1 * (number % 6 == 1),
+            logprobs=number % 2 or None,
+            grammar=grammars[number % 3],
+        )
+        for number in range(count)
+    ]
 
 
 def requests(count: int) -> list[Request]:

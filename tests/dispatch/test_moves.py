@@ -2,6 +2,7 @@
 nothing lost when a move fails."""
 
 import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
 from itertools import pairwise
 
 import pytest
@@ -10,11 +11,13 @@ from hypothesis import strategies as st
 
 from jdisagg.config import LimitsConfig
 from jdisagg.errors import UnavailableError
-from jdisagg.messages.ports import Child, PrefillCall
+from jdisagg.messages.ports import Child, DecodePort, GenerateCall, PrefillCall, Span
+from jdisagg.messages.ports_middleware import through
 from jdisagg.messages.step_commands import DecodeSteps, ExtractBlock, InsertBlock
+from jdisagg.messages.worker_status import WorkerStatus
 from jdisagg.request import Request
 from tests.dispatch.storms import mixed_requests
-from tests.fakes.cluster import Collected, Fleet, toy_request
+from tests.fakes.cluster import Collected, Fleet, toy_request, until
 from tests.fakes.fake_executor import Costs, Faults, toy_limits
 from tests.fakes.fake_states import Keeps, kept_as_it_is, with_state
 from tests.fakes.virtual_time import run_virtually
@@ -271,6 +274,39 @@ def test_moves_at_any_moment_and_a_death_among_them_change_no_token(
             await fleet.check_quiet(settle_seconds=40.0)
 
     run_virtually(main)
+
+
+class Far:
+    """A decode worker's port: statuses come late, and the ends of streams later."""
+
+    async def status(self, proceed: Callable[[], Awaitable[WorkerStatus]]) -> WorkerStatus:
+        await asyncio.sleep(0.02)
+        return await proceed()
+
+    async def generate(
+        self, proceed: Callable[[GenerateCall], AsyncIterator[Span]], call: GenerateCall
+    ) -> AsyncIterator[Span]:
+        async for span in proceed(call):
+            yield span
+        await asyncio.sleep(0.2)
+
+
+async def test_a_move_is_earlier_than_the_attempt_after_a_preemption_also_if_it_arrives_later() -> (
+    None
+):
+    async with Fleet(wrap_decode=lambda port: through(DecodePort, port, Far())) as fleet:
+        request = toy_request(1, prompt_tokens=20, max_tokens=60)
+        collecting = asyncio.create_task(fleet.collect(request))
+        await asyncio.sleep(0.4)
+        worker = fleet.decode_worker("decode0")
+        draining = asyncio.create_task(worker.drain(30.0))  # leaves one worker for either
+        await until(lambda: worker.counters["moves_begun"])
+        (group,) = worker._state.groups.values()
+        worker._end(group, preempted=True)
+        fleet.check(request, await collecting)
+        assert fleet.path.counters["preemptions"] == 1
+        assert fleet.path.counters["attempts_failed"] == 0
+        await draining
 
 
 async def test_a_new_workers_inserts_come_before_its_first_step_of_a_moved_sequence() -> None:

@@ -13,15 +13,14 @@ import pytest
 from jdisagg.config import RoutingConfig
 from jdisagg.costs.measured import StepTimes
 from jdisagg.dispatch.placer import PlacementRequest, Placer, PlacerSettings
-from jdisagg.dispatch.router_events import NoRouterEvents
 from jdisagg.errors import NoWorkerError, OverloadedError
 from jdisagg.messages.kept_blocks import TOLD_BYTES, KeptNews, KeptScheme
 from jdisagg.messages.ports import Child
 from jdisagg.prompt.hints import Hints
 from jdisagg.request import Request, SamplingParams
-from jdisagg.router.breaker import FAILURES
+from jdisagg.router.candidates import FAILURES
 from jdisagg.router.cluster_state import Description
-from jdisagg.router.decision import PlacementOutcome, PlacementQuery
+from jdisagg.router.decision import NoRouterEvents, PlacementOutcome, PlacementQuery
 from jdisagg.router.known_blocks import KnownBlocks
 from jdisagg.scheduler.residency import BlockNames
 from jdisagg.settings.timeouts import DEFAULT_TIMEOUTS

@@ -10,12 +10,12 @@ import pytest
 from hypothesis import strategies as st
 
 from jdisagg.config import LimitsConfig, RoutingConfig
-from jdisagg.dispatch.router_events import NoRouterEvents
 from jdisagg.errors import HandoffError, InvalidRequestError, OverloadedError, UnavailableError
 from jdisagg.messages.ports import GenerateCall, PrefillCall, PrefillReply, Span
 from jdisagg.request import AcceptedChild, Resumption
-from jdisagg.router.breaker import FAILURES
+from jdisagg.router.candidates import FAILURES
 from jdisagg.router.cluster_state import Description
+from jdisagg.router.decision import NoRouterEvents
 from tests.dispatch.deaths import kill_later, outlive
 from tests.dispatch.storms import mixed_requests
 from tests.fakes.cluster import Collected, Fleet, toy_request
@@ -278,6 +278,19 @@ async def test_an_id_may_be_used_again_right_after_a_request_that_was_resumed(wi
         assert fleet.path.counters["attempts_failed"] == 0
         with pytest.raises(HandoffError, match="comes after attempt"):
             await fleet.collect(request)
+
+
+async def test_an_id_may_be_used_again_after_a_request_of_many_attempts() -> None:
+    """Without a life, which clients need not choose, the attempts of the second request would be
+    taken for late ones of the first, until one has a higher number."""
+    few = LimitsConfig(max_attempts=2)
+    async with Fleet(
+        prefills=1, decodes=1, decode=toy_limits(pages_per_rank=14), growth_tokens=1, limits=few
+    ) as fleet:
+        for _ in range(3):
+            await fleet.collect_all(mixed_requests(10))
+        assert (await fleet.decode_worker("decode0").status()).preemptions > 10
+        assert fleet.path.counters["attempts_failed"] == 0
 
 
 class Broken:

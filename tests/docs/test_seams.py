@@ -3,19 +3,19 @@ who implements it."""
 
 import ast
 from functools import cache
-from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.import_graph import ROOT, trees_of
 
 
 @cache
 def modules() -> list[tuple[str, ast.Module]]:
-    return [
-        (str(path.relative_to(ROOT)), ast.parse(path.read_text()))
+    paths = [
+        path
         for package in ("jdisagg", "models", "launch", "configs")
         for path in sorted((ROOT / package).rglob("*.py"))
         if "_pb2" not in path.name
     ]
+    return [(str(path.relative_to(ROOT)), tree) for path, tree in trees_of(paths).items()]
 
 
 def asked_of(protocol: ast.ClassDef) -> list[ast.FunctionDef | ast.AsyncFunctionDef]:

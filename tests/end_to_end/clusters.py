@@ -55,6 +55,9 @@ def golden_greedy(directory: Path) -> tuple[list[int], list[int]]:
     return found["prompt"].tolist(), found["greedy"].tolist()
 
 
+MOST_ROUNDS = 40
+
+
 @dataclass
 class Recording:
     """The commands of each mesh, in order."""
@@ -80,14 +83,15 @@ class Running:
         self, requests: Sequence[Request], enough: Callable[[], bool] = lambda: True
     ) -> tuple[list[Collected], int]:
         """Runs all at once until sequences were preempted and `enough` holds: while programs
-        compile, or on a busy machine, too few may run together. Returns the last round and the
-        preemptions of all rounds."""
-        async with asyncio.timeout(300):
-            while True:
-                done = await self.complete_all(requests)
-                preemptions = sum(status.preemptions for status in await self.cluster.status())
-                if preemptions and enough():
-                    return done, preemptions
+        compile, too few may run together. Returns the last round and the preemptions of all
+        rounds."""
+        for _ in range(MOST_ROUNDS):
+            done = await self.complete_all(requests)
+            preemptions = sum(status.preemptions for status in await self.cluster.status())
+            if preemptions and enough():
+                return done, preemptions
+        counted = {one.name: one.counters.snapshot() for one in self.cluster._workers}
+        raise AssertionError(f"too little happened in {MOST_ROUNDS} rounds: {counted}")
 
     def request(self, prompt: str | Sequence[int], name: str = "r", **sampling: object) -> Request:
         ids = tuple(self.tokenizer.encode(prompt)) if isinstance(prompt, str) else tuple(prompt)

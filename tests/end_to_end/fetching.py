@@ -10,8 +10,7 @@ from jdisagg.engine.embedded import DECODE, PREFILL, EmbeddedCluster
 from jdisagg.messages.ports import HandoffSource, PeerPort, PrefillCall, PrefillPort, PrefillReply
 from jdisagg.messages.ports_middleware import through
 from jdisagg.scheduler.host_blocks import TierRoom
-from jdisagg.worker.mesh_worker import MeshWorker
-from jdisagg.worker.prefill_worker import PrefillWorker
+from jdisagg.worker.worker import Worker
 
 
 class AllHinted:
@@ -29,10 +28,10 @@ class AllHinted:
         return await proceed(call)
 
 
-def fetches_from(worker: MeshWorker, other: PeerPort) -> None:
+def fetches_from(worker: Worker, other: PeerPort) -> None:
     """Lets `worker` fetch every block that `other` keeps, whatever it costs."""
     worker._context = replace(worker._context, tiers=TierRoom(always=True))
-    worker._sources = worker._find_sources(lambda _: other, decodes=False)
+    worker._sources = worker._find_sources(lambda _: other)
 
 
 class Returning(EmbeddedCluster):
@@ -41,7 +40,7 @@ class Returning(EmbeddedCluster):
     def _make_ports(self) -> ClusterPorts:
         ports = super()._make_ports()
         self.worker, decode = self._workers
-        assert isinstance(self.worker, PrefillWorker)
+        assert not self.worker.role.decodes
         fetches_from(self.worker, decode)
         hinted = through(PrefillPort, self.worker, AllHinted(self.local.new_id))
         return ClusterPorts({PREFILL: hinted}, ports.decode)

@@ -3,14 +3,11 @@ process between different layouts and page sizes, and in processes. The streams 
 server without a prefix cache."""
 
 import asyncio
-import time
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
-from jdisagg.client import Client
 from jdisagg.config import EngineConfig, PrefixConfig
 from jdisagg.dispatch.token_stream import Detokenizer
 from jdisagg.engine.embedded import DECODE, PREFILL, EmbeddedCluster
@@ -18,13 +15,10 @@ from jdisagg.engine.replica import LoadModel
 from jdisagg.messages.step_commands import PrefillChunk, StepCommand
 from jdisagg.model_api import Device
 from jdisagg.router.cluster_state import Description
-from models.tokenizer import Tokenizer
-from tests import time_scale
-from tests.end_to_end.clusters import dense_greedy, running
+from tests.end_to_end.clusters import running
 from tests.end_to_end.conversations import Conversations, reference
-from tests.end_to_end.process_clusters import PROMPT, all_free, cluster, wait_until
 from tests.router.fleets import H100
-from tests.shapes import LLAMA, config
+from tests.shapes import config
 from tests.worker.appends import SLOW
 
 APPEND = 48
@@ -88,37 +82,3 @@ async def test_nothing_is_compiled_after_warm_up_where_the_decode_mesh_appends()
                 await asyncio.sleep(0.01)
         assert run.cluster._workers[1].counters["prompts_appended"] == 3
         assert run.cluster.compilations == before
-
-
-@pytest.mark.ci
-def test_in_a_cluster_of_processes_the_next_turn_is_appended(tmp_path: Path) -> None:
-    """The router learns from heartbeats what the decode worker keeps."""
-    tokenizer = Tokenizer.from_directory(LLAMA)
-    # Too long to be appended while nothing of it is kept.
-    first = tokenizer.encode((PROMPT + " there was a dog who lived in the forest with a cat") * 6)
-    assert len(first) > 64
-    with (
-        cluster(
-            tmp_path,
-            "--prefill_workers=1",
-            "--decode_workers=1",
-            "--prefix_cache",
-            "--append_tokens=64",
-            "--set=prefix.grain_tokens=16",
-        ) as served,
-        Client(served.address) as client,
-    ):
-        said, turns = list(first), 0
-        # news of what is kept come to the router with heartbeats
-        until = time.monotonic() + time_scale.seconds(60.0)
-        while not any(one.kind == "local" for one in client.routing().decisions):
-            assert time.monotonic() < until, client.routing().decisions
-            answer = client.complete(
-                token_ids=said[-400:], max_tokens=8, ignore_eos=True, temperature=0
-            )
-            tokens = answer.choices[0].token_ids
-            assert tokens == dense_greedy(LLAMA, said[-400:], 8)
-            said, turns = [*said, *tokens, *tokenizer.encode(" and")], turns + 1
-            time.sleep(0.2)
-        assert turns > 1, "nothing was kept at first"
-        wait_until(lambda: all_free(client, served.workers), "pages are not free once all is quiet")

@@ -119,13 +119,3 @@ def test_mixed_workers_alone_serve_too(folder: Path):
         answer = ask(running, "--max_tokens=30", "--ignore_eos", "--temperature=0")
         assert (answer.returncode, answer.stdout) == (0, text + "\n"), answer.stderr
         assert running.end() == 0
-
-
-@pytest.mark.ci
-def test_children_die_with_a_parent_that_is_killed(folder: Path):
-    with cluster(folder, "--mixed_workers=1") as running:
-        pids = running.pids()
-        assert len(pids) >= 3
-        running.process.kill()
-        running.process.wait()
-        wait_until(lambda: not [pid for pid in pids if psutil.pid_exists(pid)], "orphans")

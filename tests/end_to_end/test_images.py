@@ -11,14 +11,13 @@ from pathlib import Path
 import pytest
 
 from jdisagg.config import Mode, PrefixConfig
-from jdisagg.errors import InvalidRequestError
 from models import vision_config
 from tests.end_to_end.clusters import running
 from tests.end_to_end.other_weights import perturbed
 from tests.end_to_end.pictures import DEEP, PIXTRAL, QWEN, asked, engine, rows
 from tests.end_to_end.two_decoders import TwoDecoders
 from tests.golden.images import golden_images, other_image
-from tests.shapes import GOLDEN, config
+from tests.shapes import GOLDEN
 
 
 @pytest.mark.parametrize(
@@ -155,14 +154,6 @@ async def test_images_are_encoded_anew_after_an_update_of_the_weights_and_after_
     async with running(made) as run:
         cold = await run.complete(asked(run, prompt, images, "cold", logprobs=2))
     assert cold.logprobs == after.logprobs and cold.tokens != before.tokens
-
-
-@pytest.mark.ci
-async def test_a_model_without_an_encoder_refuses_images_by_name() -> None:
-    _, images = golden_images(QWEN)
-    async with running(config()) as run:
-        with pytest.raises(InvalidRequestError, match="no vision encoder"):
-            await run.complete(asked(run, range(3, 60), images))
 
 
 @pytest.mark.slow

@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 
 from jdisagg.config import EngineConfig, Mode
-from jdisagg.scheduler.prompts import Prompts
+from jdisagg.errors import ConfigError, LayoutError
+from launch.model import deployment
 from tests.end_to_end.clusters import (
     PROMPT,
     TOKENS,
@@ -134,6 +135,9 @@ async def test_experts_spread_any_way_give_the_tokens_of_a_dense_pass(prefill, d
         # More devices than KV heads by which all of its layers could be cut.
         pytest.param("gemma4", "tp=4", "dp=2,tp=2", 64, marks=slow),
         pytest.param("gemma4_moe", "tp=4", "dp=2,tp=2,ep=4", 64, marks=slow),
+        # Layers that read the KV of an earlier layer, for the tokens that sample alone.
+        pytest.param("gemma4_e2b", "tp=2", "dp=2", 16, marks=ci),
+        pytest.param("gemma4_e2b", "tp=4", "dp=2,tp=2", 64, marks=slow),
         # Latent attention. With chunks of 16 the second one attends to latents in pages.
         pytest.param("deepseek_v3", "tp=1", "tp=4", 64, marks=ci),
         pytest.param("deepseek_v3", "tp=2,ep=2", "dp=2,tp=2,ep=4", 16, marks=slow),
@@ -155,6 +159,8 @@ async def test_experts_spread_any_way_give_the_tokens_of_a_dense_pass(prefill, d
         pytest.param("qwen3_5", "tp=2", "dp=2,tp=1", 16, marks=ci),
         pytest.param("granite4_moe", "tp=2", "dp=2,tp=1", 16, marks=slow),
         pytest.param("lfm2", "tp=4", "dp=2", 16, marks=ci),
+        # State and windows, whose KV is sent with that of the other layers.
+        pytest.param("lfm3", "tp=2", "dp=2", 16, marks=ci),
         pytest.param("minimax", "tp=4", "dp=2", 16, marks=ci),
         pytest.param("minimax", "dp=2,tp=2,ep=4", "tp=2,ep=2", 64, marks=slow),
         pytest.param("granite4_hybrid", "tp=1", "tp=4", 16, marks=slow),
@@ -165,6 +171,7 @@ async def test_experts_spread_any_way_give_the_tokens_of_a_dense_pass(prefill, d
         pytest.param("kimi_linear", "tp=2", "dp=2", 16, marks=ci),
         pytest.param("kimi_linear", "tp=1", "tp=4", 64, marks=slow),
         pytest.param("kimi_linear_shared", "tp=2,ep=2", "dp=4,ep=4", 16, marks=slow),
+        pytest.param("bailing_hybrid", "tp=2,ep=2", "dp=2,ep=2", 16, marks=slow),
     ],
 )
 async def test_a_family_gives_the_tokens_of_transformers(
@@ -190,8 +197,11 @@ async def test_a_family_gives_the_tokens_of_transformers(
         pytest.param("deepseek_v32", Mode.CHUNKED, "dp=2,tp=2", marks=slow),
         pytest.param("glm_moe_dsa_shared", Mode.CHUNKED, "dp=2,tp=2", marks=slow),
         pytest.param("minimax_m3", Mode.CHUNKED, "dp=2,tp=2", marks=slow),
+        pytest.param("gemma4_e2b", Mode.CHUNKED, "dp=2,tp=2", marks=ci),
         pytest.param("llama4", Mode.UNIFIED, "tp=4", marks=slow),
         pytest.param("lfm2", Mode.CHUNKED, "dp=2,tp=2", marks=slow),
+        pytest.param("lfm3", Mode.CHUNKED, "dp=2,tp=2", marks=slow),
+        pytest.param("bailing_hybrid", Mode.CHUNKED, "dp=2,tp=2", marks=slow),
         pytest.param("qwen3_next", Mode.CHUNKED, "dp=1,tp=2", marks=slow),
         pytest.param("kimi_linear", Mode.CHUNKED, "dp=2,tp=2", marks=slow),
         pytest.param("minimax", Mode.CHUNKED, "dp=2,tp=2,ep=2", marks=slow),
@@ -209,29 +219,6 @@ async def test_a_family_on_one_mesh_gives_the_tokens_of_transformers(
     sizes = config(mode, decode=layout, directory=directory, **FAMILY)
     async with running(sizes) as run:
         await check_continuations(run, directory, (24, 51, 40))
-
-
-@ci
-async def test_prompts_that_wait_for_prompts_of_other_ranks_give_the_same_tokens(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The fifth prompt gets a slot while both ranks decode, and no other prompt comes."""
-    directory = golden_copy("deepseek_v3", tmp_path)
-    sizes = config(
-        Mode.CHUNKED, decode="dp=2,tp=2", directory=directory, context=128, slots=2, chunk=32
-    )
-    gathering, waited = Prompts.gathering.fget, list[bool]()
-    assert gathering is not None
-
-    def recorded(prompts: Prompts) -> bool:
-        waited.append(gathering(prompts))
-        return waited[-1]
-
-    monkeypatch.setattr(Prompts, "gathering", property(recorded))
-    gathers = replace(sizes.decode, gather_steps=3)
-    async with running(replace(sizes, decode=gathers)) as run:
-        await check_continuations(run, directory, (24, 51, 40, 33, 45))
-    assert True in waited and not waited[-1], "the prompt waited, and then did not"
 
 
 @pytest.mark.parametrize(
@@ -264,6 +251,13 @@ async def test_preempted_ones_and_several_of_one_prompt_give_the_tokens_of_each_
     )
     async with running(sizes) as run:
         await check_continuations(run, directory, (24, 31, 40, 25, 33, 52), (1, 2, 1, 1, 1, 1))
+
+
+def test_devices_and_contexts_that_are_not_there_are_refused_with_the_numbers() -> None:
+    with pytest.raises(LayoutError, match=r"prefill \(.*need 10 devices, and there are 8"):
+        deployment(config(prefill="tp=8", decode="dp=2"))
+    with pytest.raises(ConfigError, match=r"context_tokens=100000 exceeds the model's \d+; lower"):
+        deployment(config(context=100_000))
 
 
 def test_the_pairwise_choice_covers_every_pair():

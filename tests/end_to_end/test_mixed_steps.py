@@ -103,15 +103,3 @@ async def test_every_kind_of_attention_gives_the_published_tokens_beside_chunks(
         assert mixed(run)
     for one in done:
         assert one.tokens[0] == greedy
-
-
-@pytest.mark.ci
-async def test_models_with_recurrent_state_alternate_chunks_and_steps(tmp_path) -> None:
-    directory = golden_copy("qwen3_next", tmp_path)
-    prompt, greedy = golden_greedy(directory)
-    async with running(config(Mode.CHUNKED, directory=directory, **FAMILY)) as run:
-        done = await run.complete_all(
-            [run.request(prompt, f"r{n}", max_tokens=len(greedy), ignore_eos=True) for n in (1, 2)]
-        )
-        assert run.recording.decode and not mixed(run)
-    assert [one.tokens[0] for one in done] == [greedy, greedy]

@@ -28,15 +28,7 @@ from launch.model import loader
 from models.checkpoint import load_model
 from models.parameter_tree import with_arrays
 from tests.end_to_end.clusters import dense_greedy, greedy_beginning, running
-from tests.end_to_end.other_weights import (
-    TOKENS,
-    WORDS,
-    ask,
-    cold,
-    device_bytes,
-    perturbed,
-    versions,
-)
+from tests.end_to_end.other_weights import TOKENS, WORDS, ask, device_bytes, perturbed, versions
 from tests.end_to_end.pairwise import pairwise
 from tests.end_to_end.trainer import SPLITS, Trainer, trainer, trainers
 from tests.lanes import first_ci
@@ -188,25 +180,6 @@ def test_a_trainer_of_two_processes_offers_in_each_what_its_devices_hold(
     ):
         assert np.asarray(found).tobytes() == np.asarray(expected).tobytes()
     assert min(served) > 0 and read_by[0].bytes_moved == sum(served)
-
-
-@pytest.mark.ci
-async def test_a_cluster_with_weights_of_another_process_has_the_log_probabilities_of_a_cold_start(
-    source: Trainer, others: dict[str, Path]
-) -> None:
-    other, engine = others["llama"], config()
-    async with running(engine) as run:
-        prompt = run.tokenizer.encode(WORDS)
-        before = await ask(run, "before")
-        name = source.offer(other, "mixed")
-        report = await run.cluster.weights.update(name, "step-1")
-        assert report.weights.startswith("step-1@") and not report.failed
-        after = await ask(run, "after")
-        assert after.tokens[0] == dense_greedy(other, prompt, TOKENS) != before.tokens[0]
-        assert after.usage and after.usage.weights == (("step-1", TOKENS),)
-        again = await run.cluster.weights.update(name, "step-1")
-        assert (again.weights, again.bytes) == (report.weights, 0)
-    assert (await cold(engine, other)).logprobs == after.logprobs
 
 
 @pytest.mark.ci

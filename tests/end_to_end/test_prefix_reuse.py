@@ -10,16 +10,14 @@ from pathlib import Path
 import pytest
 
 from jdisagg.config import EngineConfig, Mode, PrefixConfig
-from jdisagg.messages.step_commands import ExtractBlock
 from jdisagg.prompt.hints import Hints, Retention
 from jdisagg.request import Request
-from jdisagg.worker import disk_tier, host_pieces
+from jdisagg.worker import block_moves, disk_tier
 from tests import time_scale
 from tests.end_to_end.clusters import Running, running
 from tests.end_to_end.conversations import (
     Conversations,
     converse,
-    decode_forgets,
     on_disk_alone,
     one_after_the_other,
     reference,
@@ -69,7 +67,7 @@ async def test_streams_are_the_same_when_the_prefill_mesh_keeps_them_in_host_mem
 
 
 @pytest.mark.ci
-async def test_hints_change_no_token_of_prompts_kept_in_pages_and_host_memory() -> None:
+async def test_hints_and_pauses_change_no_token_of_prompts_kept_in_pages_and_host_memory() -> None:
     """Retained and other prompts share pages for one long prompt, with host memory behind them."""
     engine = replace(
         config(),
@@ -77,11 +75,15 @@ async def test_hints_change_no_token_of_prompts_kept_in_pages_and_host_memory() 
         prefix=PrefixConfig(True, 16, host_gib=0.25, restores="always"),
     )
     long, short = Retention(4.0, 3600.0), Retention(1.0, 0.05)
-    hints = Hints("a", long), None, Hints("b", short, 40, 30), Hints("", long, 16, 1)
+    hints = (
+        *(Hints("a", long, pause_seconds=0.5), None),
+        *(Hints("b", short, 40, 30, 60.0), Hints("", long, 16, 1)),
+    )
     streams, run, cached = await converse(engine, hints=hints)
     assert streams == await reference()
     assert cached > 0
-    assert all(worker._kept.retained for worker in run.cluster._workers)
+    for worker in run.cluster._workers:
+        assert worker._kept.retained and len(worker._kept.sessions) == 2
 
 
 @pytest.mark.ci
@@ -96,22 +98,6 @@ async def test_usage_tells_the_tokens_that_were_cached_because_the_request_asked
             assert usage is not None
             seen.append((usage.cached_tokens, usage.created_tokens))
         assert seen == [(0, 144), (144, 0), (144, 0)]
-
-
-@pytest.mark.ci
-async def test_what_the_prefill_mesh_kept_is_sent_from_its_pages_and_verified() -> None:
-    """The decode worker has forgotten: nothing but extracted blocks can bring it the beginning."""
-    async with running(with_reuse(config())) as run:
-        talk = Conversations(run, seed=1)
-        ids = talk.words(150)
-        first = await run.complete(run.request(ids, "first", max_tokens=5, ignore_eos=True))
-        decode_forgets(run)
-        again = await run.complete(run.request(ids, "again", max_tokens=5, ignore_eos=True))
-        assert again.tokens == first.tokens
-        assert again.usage is not None
-        assert again.usage.cached_tokens == 144
-        extracts = [one for one in run.recording.prefill if isinstance(one, ExtractBlock)]
-        assert sum(one.valid_tokens * one.groups for one in extracts) == 2 * 144
 
 
 @pytest.mark.ci
@@ -147,7 +133,7 @@ async def test_streams_are_the_same_when_they_come_back_from_disk_and_after_a_re
     of one that is started anew on the folder."""
     for wait in ("FILE_SECONDS", "START_SECONDS"):
         monkeypatch.setattr(disk_tier, wait, time_scale.seconds(120))
-    monkeypatch.setattr(host_pieces, "COPY_SECONDS", time_scale.seconds(120))
+    monkeypatch.setattr(block_moves, "COPY_SECONDS", time_scale.seconds(120))
     engine, waves, cached = on_disk(tmp_path / "kv", prefill), list[list[Request]](), list[int]()
     from_disk: list[int] = []
 

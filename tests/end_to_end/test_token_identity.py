@@ -64,12 +64,6 @@ def decoded_while_chunks_landed(run: Running) -> bool:
     return chunks > 4 and DecodeSteps in kinds[inserts[0] : inserts[-1]]
 
 
-@pytest.mark.ci
-async def test_all_at_once_on_one_mesh_gives_the_same_streams():
-    result, _ = await all_at_once(config(Mode.CHUNKED))
-    assert result == await reference()
-
-
 async def outgrow_their_pages(
     run: Running, enough: Callable[[], bool] = lambda: True
 ) -> tuple[list[Collected], int]:

@@ -332,29 +332,6 @@ async def test_a_reading_ends_with_its_update_and_the_next_one_begins_at_once(ot
 
 
 @pytest.mark.ci
-async def test_kv_of_old_weights_in_host_memory_and_on_disk_serves_no_request(
-    tmp_path: Path,
-) -> None:
-    others = [perturbed(tmp_path / f"other{seed}", LLAMA, seed) for seed in (1, 2)]
-    disk = {"disk_dir": str(tmp_path / "disk"), "disk_gib": 0.05}
-    tiers = replace(PAGES, host_gib=0.05, restores="always", **disk)
-    engine = replace(config(**FEW_PAGES), prefix=tiers)
-    async with running(engine) as run:
-        prompt = run.tokenizer.encode(WORDS)
-        for number, folder in enumerate((None, *others)):
-            if folder is not None:
-                await run.cluster.weights.update(str(folder), f"v{number}")
-            first = await ask(run, f"first{number}")
-            assert first.tokens[0] == dense_greedy(folder or LLAMA, prompt, TOKENS)
-            assert first.usage and first.usage.cached_tokens == 0
-            for filler in range(6):  # pushes the prompt's blocks out of the pages
-                await ask(run, f"f{number}.{filler}", f"{filler} {WORDS} {filler} " * 4)
-            again = await ask(run, f"again{number}")
-            assert again.tokens == first.tokens
-            assert again.usage and again.usage.cached_tokens >= 16
-
-
-@pytest.mark.ci
 @pytest.mark.parametrize(("case",), first_ci(zip(MADE)))
 async def test_all_that_is_made_from_weights_is_made_anew(tmp_path: Path, case: str) -> None:
     base = MOE if case == "experts" else LLAMA
@@ -457,20 +434,6 @@ async def test_a_sleeping_cluster_has_freed_weights_and_pages_and_wakes_with_bot
         again = await run.complete(replace(asked, request_id="a2", adapter=adapter))
         assert (again.tokens, again.logprobs) == (adapted.tokens, adapted.logprobs)
         assert run.cluster.decode.executor.swaps._resting is None
-
-
-@pytest.mark.ci
-async def test_a_cluster_takes_other_weights_while_it_sleeps(other: Path) -> None:
-    async with running(config()) as run:
-        prompt = run.tokenizer.encode(WORDS)
-        await ask(run, "first")
-        for level, folder in ((2, other), (1, LLAMA)):
-            await run.cluster.weights.sleep(level)
-            await run.cluster.weights.update(str(folder), f"v{level}")
-            await run.cluster.weights.wake()
-            after = await ask(run, f"after{level}")
-            assert after.tokens[0] == dense_greedy(folder, prompt, TOKENS)
-            assert after.usage and after.usage.weights == ((f"v{level}", TOKENS),)
 
 
 @pytest.mark.ci

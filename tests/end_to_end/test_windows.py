@@ -34,6 +34,7 @@ PAGE = 4
         pytest.param("gemma2", "tp=2", "dp=2,tp=2", marks=pytest.mark.slow),
         pytest.param("gemma4", "tp=2", "dp=2,tp=2", marks=pytest.mark.slow),
         pytest.param("gemma4_moe", "tp=1", "tp=2", marks=pytest.mark.slow),
+        pytest.param("gemma4_e2b", "tp=2", "dp=2,tp=2", marks=pytest.mark.slow),
     ],
 )
 async def test_a_sequence_many_windows_long_holds_no_more_than_one(

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from jdisagg.assembly import Crash, Crashable, Worker
-from jdisagg.config import EngineConfig, LimitsConfig
+from jdisagg.config import EngineConfig
 from jdisagg.dispatch.request_context import ClusterPorts
 from jdisagg.dispatch.token_stream import Detokenizer
 from jdisagg.engine.embedded import EmbeddedCluster
@@ -14,10 +14,10 @@ from jdisagg.grammar.compiler import GrammarCompiler
 from jdisagg.layout.axes import Layout
 from jdisagg.messages.worker_status import WorkerRole
 from jdisagg.request import Request
-from jdisagg.worker.decode_worker import DecodeWorker
 from tests import time_scale
 from tests.end_to_end.clusters import Running, assert_all_free
 from tests.fakes.cluster import Collected
+from tests.shapes import PATIENT
 
 SECOND = "second"
 
@@ -46,7 +46,7 @@ class TwoDecoders(EmbeddedCluster):
         assert self.prefill
         replica.executor.expect(self.prefill.executor.card)
         first, second = self._workers[1], self.add(replica)
-        assert isinstance(first, DecodeWorker) and isinstance(second, DecodeWorker)
+        assert first.role.decodes and second.role.decodes
         self.first, self.second = first, second
         return self.local.cluster_ports()
 
@@ -79,7 +79,7 @@ class TwoDecoders(EmbeddedCluster):
 
 
 # For hand-offs while programs compile; what a dead worker held of others is free afterwards.
-LEASES = LimitsConfig(pull_seconds=60.0, handoff_lease_seconds=10.0, reservation_lease_seconds=60.0)
+LEASES = replace(PATIENT, handoff_lease_seconds=10.0)
 
 
 async def until_all_free(run: Running) -> None:

@@ -151,6 +151,19 @@ def test_a_start_on_a_cpu_has_few_programs(monkeypatch: pytest.MonkeyPatch) -> N
     assert found["step"] == 4
 
 
+def test_a_start_compiles_the_prompts_that_decode_meshes_append(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    recipe = tiny_cpu.get_config()
+    alone, appending = (
+        programs_of(
+            replace(recipe, prefix=replace(recipe.prefix, append_tokens=tokens)), "cpu", monkeypatch
+        )
+        for tokens in (0, 64)
+    )
+    assert appending - alone == Counter(group=1, head=1), (alone, appending)
+
+
 def test_a_start_on_one_gpu_has_few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     recipe = for_accelerators(tiny_cpu.get_config(), 1)
     assert recipe.mode is Mode.CHUNKED

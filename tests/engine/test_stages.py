@@ -46,18 +46,22 @@ def test_a_stage_cannot_have_less_than_a_layer_group_nor_a_block_two_stages() ->
         mesh_limits(merged, Mode.DISAGGREGATED, SPEC, 4096, 4)
 
 
+NOTHING = {"state": False, "windows_apart": False, "drafts": False, "reads_tokens": False}
+
+
 def test_what_stages_do_not_support_is_refused_with_reason_and_remedy() -> None:
     for instance, facts, message in (
         (TWO, {"state": True}, "recurrent state.*use pp=1"),
         (TWO, {"windows_apart": True}, "sliding window.*mode=chunked"),
+        (TWO, {"reads_tokens": True}, "tokens' embeddings.*use pp=1"),
         (replace(TWO, speculate="mtp"), {"drafts": True}, "drafts tokens.*ngram or off"),
     ):
-        known = {"state": False, "windows_apart": False, "drafts": False} | facts
+        known = NOTHING | facts
         with pytest.raises(ConfigError, match=f"layout dp=1,tp=2,ep=1,pp=2: .*{message}"):
             check_stages(instance, **known)
         check_stages(replace(instance, layout=Layout()), **known)
     # drafts from the own tokens need no layer behind the last stage
-    check_stages(replace(TWO, speculate="ngram"), state=False, windows_apart=False, drafts=True)
+    check_stages(replace(TWO, speculate="ngram"), **(NOTHING | {"drafts": True}))
 
 
 def test_the_plan_of_a_device_is_that_of_the_longest_stage_with_all_of_embedding_and_head() -> None:

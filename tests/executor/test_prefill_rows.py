@@ -44,6 +44,28 @@ def test_the_last_layer_computes_little_more_than_its_keys_and_values() -> None:
 
 
 @pytest.mark.ci
+def test_layers_that_read_kv_of_others_compute_the_tokens_that_sample_alone() -> None:
+    executor = prefiller(GOLDEN / "gemma4_e2b", "tp=1", groups=1)
+    try:
+        flops = []
+        for every in (True, False):
+            executor.warm_prefill(CHUNK, ChunkForm(packed=True, every_token=every))
+            (program,) = (
+                built
+                for key, built in executor.programs._built.items()
+                if key[0] == "group" and key[2].every_token is every  # type: ignore[index]
+            )
+            flops.append(program.cost_analysis()["flops"])  # type: ignore[attr-defined]
+        config = load_model(GOLDEN / "gemma4_e2b", Layout(), jax.devices()[:1]).model.config
+        costs = config.cost_geometry("m")
+        late = costs.late_part * (costs.parameters - costs.embedding_parameters)
+        assert 0.3 < costs.late_part < 0.7
+        assert flops[0] - flops[1] > 0.8 * 2 * CHUNK * late
+    finally:
+        executor.close()
+
+
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("name",),
     first_ci([("qwen2_windows",), ("mixtral",), ("llama_biased",), ("qwen3_moe_step",)], 2),

@@ -17,6 +17,7 @@ from jdisagg.config import InstanceConfig, Mode
 from jdisagg.engine.limits import mesh_limits
 from jdisagg.executor.prefill_program import ChunkArrays, chunk_forms
 from jdisagg.executor.programs import RANK, TURN_SECONDS, Programs
+from jdisagg.executor.weights import LayerCalls, Part
 from jdisagg.layout import platforms
 from jdisagg.layout.kv_spec import KVSpec
 from jdisagg.layout.platforms import traits_of
@@ -45,6 +46,32 @@ def test_the_form_of_every_chunk_is_compiled(platform: str, append_tokens: int) 
         used.add(ChunkArrays.build(chunk, limits, platform=platform).form)
     assert used == set(chunk_forms(limits, platform))
     assert len(used) == (2 if platform == "cpu" and not append_tokens else 1)
+
+
+@pytest.mark.parametrize(("unrolled", "expected"), [(False, "aba"), (True, "aaba")])
+def test_layers_of_one_structure_and_form_are_traced_once(unrolled: bool, expected: str) -> None:
+    """The last of four layers has another form. All read an array of the program around them."""
+    leaves = [np.full(2, factor, np.float32) for factor in (2, 3, 5, 7)]
+    parts = [
+        Part((leaf,), (RANK,), kind, None)  # type: ignore[arg-type]
+        for leaf, kind in zip(leaves, "aaba", strict=True)
+    ]
+    traced: list[object] = []
+
+    def program(x: jax.Array, shift: jax.Array, leaves: list[jax.Array]) -> jax.Array:
+        def compute(part: Part, ends: bool, leaf: jax.Array, x: jax.Array) -> jax.Array:
+            traced.append(part.graphdef)
+            return x * leaf + (0 if ends else shift)
+
+        calls = LayerCalls(compute, unrolled)
+        for number, (part, leaf) in enumerate(zip(parts, leaves, strict=True)):
+            x = calls(part, number == 3, leaf, x)
+        return x
+
+    x, shift = np.ones(2, np.float32), np.full(2, 10, np.float32)
+    found = jax.jit(program)(x, shift, leaves)
+    assert np.array_equal(found, np.full(2, (((1 * 2 + 10) * 3 + 10) * 5 + 10) * 7, np.float32))
+    assert "".join(map(str, traced)) == expected
 
 
 def test_compiler_options_that_this_xla_lacks_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,7 +20,6 @@ from jdisagg.costs.speeds import Kind
 from jdisagg.dispatch.placer import PlacerSettings
 from jdisagg.dispatch.request_context import ClusterPorts
 from jdisagg.dispatch.request_path import RequestPath
-from jdisagg.dispatch.router_events import NO_ROUTER_EVENTS, RouterEvents
 from jdisagg.dispatch.token_stream import TextDelta
 from jdisagg.grammar.compiler import GrammarCompiler
 from jdisagg.messages.ports import (
@@ -47,13 +46,11 @@ from jdisagg.request import (
     Usage,
 )
 from jdisagg.router.cluster_state import Description
-from jdisagg.router.decision import Affinity
+from jdisagg.router.decision import NO_ROUTER_EVENTS, Affinity, RouterEvents
 from jdisagg.scheduler.executor import Executor, MeshLimits
 from jdisagg.scheduler.host_blocks import TierRoom
 from jdisagg.scheduler.residency import BlockNames
-from jdisagg.worker.decode_worker import DecodeWorker
 from jdisagg.worker.mesh_worker import WorkerContext
-from jdisagg.worker.prefill_worker import PrefillWorker
 from tests.fakes.fake_executor import Costs, FakeChannel, FakeExecutor, Faults, toy_limits
 from tests.fakes.packed_ports import packed
 from tests.fakes.toy_grammars import GRAMMARS
@@ -284,14 +281,14 @@ class Fleet:
     def _address(self, name: str) -> str:
         return f"{name}:1" if self._addressed else ""
 
-    def prefill_worker(self, name: str) -> PrefillWorker:
+    def prefill_worker(self, name: str) -> Worker:
         worker = self.processes[name].worker
-        assert isinstance(worker, PrefillWorker)
+        assert not worker.role.decodes
         return worker
 
-    def decode_worker(self, name: str) -> DecodeWorker:
+    def decode_worker(self, name: str) -> Worker:
         worker = self.processes[name].worker
-        assert isinstance(worker, DecodeWorker)
+        assert worker.role.decodes
         return worker
 
     def counted(self, counter: str) -> int:

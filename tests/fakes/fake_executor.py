@@ -186,7 +186,7 @@ class FakeExecutor:
         ]
         self._states = FakeStates(limits)
         self._slots: dict[tuple[int, int], _Slot] = {}
-        self._dropped: set[int] = set()
+        self._pulling: dict[int, object] = {}  # the newest pull of each block
         self.peers: set[str] = set()
         self.accepted = self.rejected = 0  # drafts
         self.gone = False
@@ -246,7 +246,7 @@ class FakeExecutor:
             case DropBlocks():
                 for offer_id in command.offer_ids:
                     self.pulled.pop(offer_id, None)
-                    self._dropped.add(offer_id)
+                    self._pulling.pop(offer_id, None)
             case ReleaseOffers():
                 for offer_id in command.offer_ids:
                     if command.from_host:
@@ -385,7 +385,7 @@ class FakeExecutor:
         )
         self._pulls += 1
         error = self._faults.pull_error(self._pulls)
-        self._dropped.discard(command.offer_id)
+        pull = self._pulling[command.offer_id] = object()
         offered = self._channel.offered.get(command.offer_id)
         if offered is None:
             error = error or "no such offer"
@@ -400,7 +400,8 @@ class FakeExecutor:
             if owner is not None and owner.gone:
                 _set(future, PullResult(command.step, command.offer_id, 0, "connection reset"))
                 return
-            if offered is not None and not error and command.offer_id not in self._dropped:
+            dropped = self._pulling.get(command.offer_id) is not pull
+            if offered is not None and not error and not dropped:
                 assert range(command.group, command.group + command.groups) == offered[0]
                 entries = list(offered[1])
                 if garbled:
@@ -412,10 +413,12 @@ class FakeExecutor:
         loop.call_at(ready_at + self._costs.pull, arrive)
 
     def _pull_from_host(self, command: PullBlock, future: "asyncio.Future[StepResult]") -> None:
+        pull = self._pulling[command.offer_id] = object()
+
         def arrive() -> None:
             found = self.host.get(command.offer_id)
             error = "" if found else "not in host memory"
-            if found:
+            if found and self._pulling.get(command.offer_id) is pull:
                 assert found[0] == range(command.group, command.group + command.groups)
                 assert command.offer_id not in self.pulled, "pulled twice at a time"
                 self.pulled[command.offer_id] = list(found[1])

@@ -46,7 +46,11 @@ from tests.golden.published import to_legacy, to_published_kimi
 from tests.golden.random_configs import CONFIGS, random_fields
 
 PROMPTS, GREEDY_TOKENS = (1, 7, 63, 700), 64
-TOLERANCE = 1e-3
+TOLERANCE = 1e-4
+# What a log-probability may differ by where logits are large, in parts of the largest logit. Logits
+# are sums in float32: of 12 families, transformers' own differ from those in float64 by up to 1e-6
+# of the largest logit, and ours by up to 2.4e-6. The largest was 4 in most, and 99 in one.
+PART_OF_LARGEST = 1e-5
 PAIRS = (
     ("tp=1", "tp=4"),
     ("tp=2", "dp=2"),
@@ -72,6 +76,11 @@ class Said:
     greedy: list[int]
     logprobs_GV: np.ndarray
     wide_GV: np.ndarray
+    largest_logit: float
+
+    @property
+    def tolerance(self) -> float:
+        return max(TOLERANCE, PART_OF_LARGEST * self.largest_logit)
 
     @property
     def margins_G(self) -> np.ndarray:
@@ -87,8 +96,9 @@ def said(
     prompt = torch.randint(3, vocabulary, (1, length), generator=generator)
     model = text_of(model)
     out = model(prompt, use_cache=True)
-    greedy, logprobs = [], []
+    greedy, logprobs, largest = [], [], 0.0
     for _ in range(GREEDY_TOKENS):
+        largest = max(largest, float(out.logits[0, -1].abs().max()))
         logprobs.append(out.logits[0, -1].double().log_softmax(-1).numpy())
         greedy.append(int(logprobs[-1].argmax()))
         out = model(
@@ -101,7 +111,7 @@ def said(
         wide = model.double()(text, use_cache=False).logits[0, length - 1 :]
         wide_GV = wide.log_softmax(-1).numpy()
         model.float()
-    return Said(prompt[0].tolist(), greedy, logprobs_GV, wide_GV)
+    return Said(prompt[0].tolist(), greedy, logprobs_GV, wide_GV, largest)
 
 
 def checkpoint(family: str, seed: int, directory: Path) -> list[Said]:
@@ -154,7 +164,7 @@ def dense_differences(directory: Path, expected: list[Said]) -> list[str]:
             )
             for at, ours_V in enumerate(ours_GV)
         )
-        if not off < TOLERANCE:
+        if not off < each.tolerance:
             wrong.append(f"dense, prompt of {len(each.prompt)}: log-probabilities off by {off:.2g}")
     return wrong
 
@@ -188,7 +198,7 @@ async def served_differences(
     for each, one in zip(expected, done, strict=True):
         tokens = one.tokens[0]
         same = next((i for i in range(GREEDY_TOKENS) if tokens[i] != each.greedy[i]), GREEDY_TOKENS)
-        if same < GREEDY_TOKENS and each.margins_G[same] > TOLERANCE:
+        if same < GREEDY_TOKENS and each.margins_G[same] > each.tolerance:
             wrong.append(f"{where}, prompt of {len(each.prompt)}: parts at token {same}")
         ours = np.array([got.logprob for got in one.logprobs[0][:same]])  # type: ignore[attr-defined]
         off_S = np.minimum(
@@ -197,7 +207,7 @@ async def served_differences(
                 for theirs_GV in (each.logprobs_GV, each.wide_GV)
             )
         )
-        if same and not (off := off_S.max()) < TOLERANCE:
+        if same and not (off := off_S.max()) < each.tolerance:
             wrong.append(f"{where}, prompt of {len(each.prompt)}: logprobs off by {off:.2g}")
     print(f"    {where}: {preempted} preempted, {len(wrong)} differences", flush=True)
     return wrong

@@ -74,6 +74,26 @@ def kimi_linear(draw: Draw) -> Fields:
     }
 
 
+def bailing_hybrid(draw: Draw) -> Fields:
+    fields = _latent(draw)
+    fields["num_local_experts"] = fields.pop("n_routed_experts")
+    fields["rope_parameters"] = draw.rope("default", "yarn")
+    layers = {"layer_types": draw.kinds(LINEAR, FULL)}
+    if draw.flag():
+        layers = {"layer_group_size": draw.random.randint(1, draw.layers)}
+    return (
+        fields
+        | layers
+        | {
+            "attention_bias": False,
+            "head_dim": draw.one_of(6, 8, 12),
+            "short_conv_kernel_size": draw.one_of(2, 3, 4),
+            "kda_lower_bound": draw.one_of(-5.0, -2.0),
+            "kda_safe_gate": draw.flag(0.8),
+        }
+    )
+
+
 def mistral4(draw: Draw) -> Fields:
     fields = deepseek_v3(draw) | {"n_group": 1, "topk_group": 1}
     turned, still = fields["qk_rope_head_dim"], fields["qk_nope_head_dim"]

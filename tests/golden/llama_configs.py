@@ -138,11 +138,29 @@ def gemma4_text(draw: Draw) -> Fields:
         experts = draw.experts()
         experts["top_k_experts"] = experts.pop("num_experts_per_tok")
         fields |= experts | {"enable_moe_block": True}
-    return fields
+    fields |= _token_inputs(draw, fields)
+    return fields | _shared_layers(draw, fields)
+
+
+def _token_inputs(draw: Draw, fields: Fields) -> Fields:
+    size = {"hidden_size_per_layer_input": draw.one_of(5, 8)} if draw.flag() else {}
+    return size | {"vocab_size_per_layer_input": fields["vocab_size"]}
+
+
+def _shared_layers(draw: Draw, fields: Fields) -> Fields:
+    """Both kinds of layers must have some with keys and values of their own. transformers 5.24
+    fails on shared layers if layers read no tokens."""
+    kinds: list[str] = fields["layer_types"]  # type: ignore[assignment]
+    least = max(kinds.index(kind) for kind in {*kinds}) + 1
+    shared = draw.random.randint(0, draw.layers - least)
+    shared *= fields["hidden_size_per_layer_input"] != 0
+    wide = draw.flag() and not fields.get("enable_moe_block")
+    return {"num_kv_shared_layers": shared, "use_double_wide_mlp": wide}
 
 
 def gemma4_unified_text(draw: Draw) -> Fields:
     fields = gemma4_text(draw)
     for name in fields.keys() & {"num_experts", "top_k_experts", "moe_intermediate_size"}:
         fields.pop(name)
-    return fields | {"enable_moe_block": False}
+    own = {"hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0}
+    return fields | own | {"enable_moe_block": False, "use_double_wide_mlp": False}

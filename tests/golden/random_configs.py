@@ -11,6 +11,7 @@ from tests.golden import expert_configs
 from tests.golden.draw import CONTEXT, FULL, LINEAR, WINDOWED, Draw, Fields
 from tests.golden.head_configs import mimo_v2_flash, step3p7
 from tests.golden.latent_configs import (
+    bailing_hybrid,
     deepseek_v2,
     deepseek_v3,
     glm4_moe_lite,
@@ -349,6 +350,25 @@ def lfm2(draw: Draw) -> Fields:
     }
 
 
+def lfm3(draw: Draw) -> Fields:
+    ropes = {FULL: draw.rope("proportional", "default"), WINDOWED: draw.rope("default")}
+    ropes[FULL] |= {"partial_rotary_factor": 0.5}  # type: ignore[operator]
+    if ropes[FULL]["rope_type"] == "default":  # type: ignore[index]
+        del ropes[FULL]["partial_rotary_factor"]  # type: ignore[attr-defined]
+    fields = draw.base() | {"head_dim": draw.head_dim, "rope_parameters": ropes}
+    fields["norm_eps"] = fields.pop("rms_norm_eps")
+    flags = ("conv_bias", "attention_bias", "use_sandwich_norm", "use_attention_gate")
+    return (
+        fields
+        | {name: draw.flag(0.4 if name.endswith("bias") else 0.7) for name in flags}
+        | {
+            "layer_types": draw.kinds("conv", FULL, WINDOWED),
+            "conv_L_cache": draw.one_of(3, 5, 7),
+            "sliding_window": draw.window(),
+        }
+    )
+
+
 def hy_v3(draw: Draw) -> Fields:
     fields = draw.base() | {"head_dim": draw.head_dim, "attention_bias": draw.flag()}
     fields |= {"rope_parameters": draw.rope(), "mlp_bias": draw.flag(0.3)}
@@ -491,6 +511,8 @@ CONFIGS: dict[str, Callable[[Draw], Fields]] = {
     "deepseek_v32": indexed,
     "glm_moe_dsa": glm_moe_dsa,
     "lfm2": lfm2,
+    "lfm3": lfm3,
+    "bailing_hybrid": bailing_hybrid,
     "kimi_k25": kimi_k25,
     "kimi_linear": kimi_linear,
     "mistral4": mistral4,

@@ -97,6 +97,9 @@ def test_a_breakpoint_is_created_and_then_read(url: str) -> None:
     assert created and created == again.usage.cache_read_input_tokens
     assert again.usage.cache_creation_input_tokens == 0
     assert plain.usage.cache_creation_input_tokens == 0
+    with client(url).messages.stream(**ASKED, max_tokens=2, system=system) as stream:
+        read = stream.get_final_message().usage.cache_read_input_tokens
+    assert read == created
     total = first.usage.input_tokens + created + first.usage.cache_read_input_tokens
     assert total == again.usage.input_tokens + again.usage.cache_read_input_tokens
 

@@ -119,6 +119,24 @@ def test_cache_hints_are_taken_and_usage_tells_what_was_cached(url: str) -> None
         model=MODEL, input=text + "!", max_output_tokens=16, **hints
     )
     strict(reply)
+    agent = {"agent_hints": {"priority": 1, "osl": 2, "pause_seconds": 30}}
+    body = {"session_id": "agent", "nvext": agent | {"cache_control": {"ttl": "1h"}}}
+    chunks = create(
+        **asked,
+        max_completion_tokens=2,
+        extra_body=body,
+        stream=True,
+        stream_options={"include_usage": True},
+    )
+    *_, last = chunks
+    assert last.usage.prompt_tokens_details.cached_tokens >= 128
+    raw = client(url).chat.completions.with_raw_response.create(
+        **asked, max_completion_tokens=1, extra_body=body
+    )
+    assert "jdisagg-ignored-fields" not in raw.headers
+    session = client(url).get("/sessions/agent", cast_to=object)
+    assert session["workers"] and all(one["tokens"] >= 128 for one in session["workers"])
+    assert client(url).delete("/sessions/agent", cast_to=object)["deleted"] is True
 
 
 if __name__ == "__main__":

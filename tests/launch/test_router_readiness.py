@@ -18,7 +18,7 @@ from jdisagg.messages.ports import Reservation, ReserveCall
 from jdisagg.node.cluster_plan import free_ports
 from jdisagg.node.router import Router, RouterConfig
 from jdisagg.observe.canary_probe import CANARY_TENANT
-from jdisagg.worker.decode_worker import DecodeWorker
+from jdisagg.worker.worker import Worker
 from tests.launch.registered import registered
 from tests.service.doors import byte_tokenizer, eventually
 from tests.service.http_doors import parse
@@ -61,16 +61,16 @@ async def serving(address: str) -> bool:
 async def test_a_router_whose_workers_are_too_busy_for_a_canary_is_ready_by_what_its_clients_get(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    canaries, reserve = 0, DecodeWorker.reserve
+    canaries, reserve = 0, Worker.reserve
 
-    async def full_for_canaries(worker: DecodeWorker, call: ReserveCall) -> Reservation:
+    async def full_for_canaries(worker: Worker, call: ReserveCall) -> Reservation:
         nonlocal canaries
         if call.request.tenant == CANARY_TENANT:
             canaries += 1
             raise OverloadedError("others are in front")
         return await reserve(worker, call)
 
-    monkeypatch.setattr(DecodeWorker, "reserve", full_for_canaries)
+    monkeypatch.setattr(Worker, "reserve", full_for_canaries)
     async with (
         served() as workers,
         routed(workers) as (address, http_port),

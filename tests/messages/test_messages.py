@@ -3,7 +3,7 @@
 import hashlib
 import json
 import tracemalloc
-from typing import Protocol
+from typing import Protocol, get_args
 
 import msgspec
 import pytest
@@ -11,7 +11,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from jdisagg.errors import IncompatiblePeerError, InvalidRequestError
+from jdisagg.messages.kv_plane import WORKFLOW, BlockState, KvMessage
 from jdisagg.messages.packed import OLDEST, PROTOCOL, Unpacker, check_protocol, pack, protocol_text
+from jdisagg.messages.ports import PeerPort
 from jdisagg.plain import Message
 from jdisagg.service.internal import rpc
 from tests.messages.values import of_annotation
@@ -180,8 +182,19 @@ def test_a_number_that_cannot_be_sent_is_refused() -> None:
         pack(("\ud800",))
 
 
+def test_the_workflow_of_a_block_reaches_every_state_by_messages_that_exist() -> None:
+    named = {kind.__name__ for kind in get_args(KvMessage)} | {"acknowledge", ""}
+    assert {message for _, _, message in WORKFLOW.values()} <= named
+    assert hasattr(PeerPort, "acknowledge")
+    reached = {BlockState.OFFERED}
+    for _ in BlockState:
+        reached |= {after for (state, _), (_, after, _) in WORKFLOW.items() if state in reached}
+    assert reached == set(BlockState)
+    assert set(BlockState) - {state for state, _ in WORKFLOW} == {BlockState.VERIFIED}
+
+
 # Whoever changes a message counts PROTOCOL up and writes down what it is now.
-WIRE = (51, "ebab24668cb2304f")
+WIRE = (52, "5e2f6bad59d773e0")
 
 
 def test_a_message_that_has_changed_is_another_protocol() -> None:

@@ -10,14 +10,13 @@ import importlib
 import inspect
 import pkgutil
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
 import jdisagg.messages
 from jdisagg.plain import Message
+from tests.import_graph import ROOT, trees_of
 
-ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = ("jdisagg", "models", "launch", "configs", "benchmarks", "tools")
 MODULES = [
     importlib.import_module(f"jdisagg.messages.{module.name}")
@@ -73,18 +72,16 @@ def test_fields_are_changed_by_the_function_for_their_kind() -> None:
         for folder in FOLDERS
         for path in (ROOT / folder).rglob("*.py")
     }
-    trees = {
-        path: ast.parse(text)
-        for path, text in texts.items()
-        if any(word in text for word in ("replace(", "dataclass", "@plain", "Struct", "Message"))
-    }
+    words = ("replace(", "dataclass", "@plain", "Struct", "Message")
+    trees = trees_of(path for path in texts if any(word in texts[path] for word in words))
     structs, others = [], []
-    for tree in trees.values():
-        for node in tree.body:
-            if isinstance(node, ast.ClassDef):
-                bases = {ast.unparse(base) for base in node.bases}
-                struct = bases & {"Message", "msgspec.Struct", "Struct"}
-                (structs if struct else others).append(_fields(node))
+    made = [node for tree in trees.values() for node in tree.body if isinstance(node, ast.ClassDef)]
+    own = {node.name: _fields(node) for node in made}
+    for node in made:
+        bases = {ast.unparse(base) for base in node.bases}
+        struct = bases & {"Message", "msgspec.Struct", "Struct"}
+        fields = _fields(node).union(*(own.get(base, set()) for base in bases))
+        (structs if struct else others).append(fields)
     seen, wrong = {True: 0, False: 0}, []
     for path, tree in trees.items():
         for call, struct in _changes(tree) if "replace(" in texts[path] else ():

@@ -17,9 +17,9 @@ _MTP = {
 
 
 def with_next_token_layer(source: Path, folder: Path, *, mtp: bool = False) -> Path:
-    """A copy of a checkpoint with a next-token layer under the names of DeepSeek-V3, in the form of
-    its last layer. `mtp`: under the names of Qwen3-Next, in the form of its last layer with
-    attention; norms multiply by one more than their weight."""
+    """A copy of a checkpoint with a next-token layer under the names of DeepSeek-V3, or of Ling
+    3.0, in the form of its last layer. `mtp`: under the names of Qwen3-Next, in the form of its
+    last layer with attention; norms multiply by one more than their weight."""
     directory = Path(shutil.copytree(source, folder / "drafting"))
     fields = json.loads((directory / "config.json").read_text())
     text = fields.get("text_config", fields)
@@ -49,8 +49,10 @@ def with_next_token_layer(source: Path, folder: Path, *, mtp: bool = False) -> P
         "eh_proj.weight": normal(width, 2 * width, scale=(2 * width) ** -0.5),
         "shared_head.norm.weight": normal(width, scale=0.1, mean=above),
         # Checkpoints also hold copies of embedding and head, which are not read.
-        "embed_tokens.weight": stored[f"{inner}embed_tokens.weight"],
+        "embed_tokens.weight": usual_names(stored, number)[f"{inner}embed_tokens.weight"],
     }
+    if f"{inner}word_embeddings.weight" in stored:
+        own["final_layernorm.weight"] = own.pop("shared_head.norm.weight")
     if mtp:
         del own["embed_tokens.weight"]
         named = {_MTP.get(name, f"layers.0.{name}"): tensor for name, tensor in own.items()}
@@ -64,7 +66,10 @@ def with_next_token_layer(source: Path, folder: Path, *, mtp: bool = False) -> P
 
 
 def usual_names(stored: dict[str, np.ndarray], number: int) -> dict[str, np.ndarray]:
-    """The tensors of layer `number`, a next-token layer, under the names of DeepSeek-V3."""
+    """The tensors, with layer `number`, a next-token layer, under the names of DeepSeek-V3."""
+    ling = (("word_embeddings", "embed_tokens"), ("final_layernorm", "shared_head.norm"))
+    for theirs, ours in ling:
+        stored = {name.replace(theirs, ours): tensor for name, tensor in stored.items()}
     usual = {f"mtp.{theirs}": ours for ours, theirs in _MTP.items()}
     return {
         f"model.layers.{number}.{usual.get(name, name.removeprefix('mtp.layers.0.'))}"

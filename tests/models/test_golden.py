@@ -42,6 +42,7 @@ OPTIONS = (
     "glm4_moe_groups",
     "granite4_moe",
     "glm_moe_dsa_shared",
+    "gemma4_e2b",
 )
 
 

@@ -29,6 +29,7 @@ MINIMAX: dict[str, object] = {"postnorm": True, "attn_type_list": [0, 1] * 2}
 BESIDE: dict[str, dict[str, object]] = {
     "granitemoehybrid": {"layer_types": ["attention"] * 4, "num_local_experts": 0},
     "deepseek_v2": {"num_experts_per_tok": 2},
+    "bailing_hybrid": {"kda_lower_bound": -5.0, "layer_group_size": 2},
     "kimi_linear": {"layer_types": ["linear_attention", "full_attention"] * 2},
     "minimax_m1": MINIMAX,
     "minimax_m3_vl_text": {"index_n_heads": 2},
@@ -44,6 +45,7 @@ BESIDE: dict[str, dict[str, object]] = {
 # An option that others refuse.
 READ = {
     ("gemma2", "attn_logit_softcapping"),
+    ("bailing_hybrid", "head_dim"),  # of layers without rotary positions
     ("gemma", "hidden_act"),  # "gelu" means the approximation by a tanh
     ("qwen2_vl_text", "rope_scaling"),
     ("qwen2_5_vl_text", "rope_scaling"),
@@ -113,7 +115,7 @@ def _refused_by_all_families() -> Iterable[Row]:
             # READ has no value of REFUSED that is unknown everywhere
             if (family, field) not in READ or "twist" in str(value):
                 yield field, base | {field: value}
-        if family not in PARTLY_ROTATED:
+        if family not in (*PARTLY_ROTATED, "bailing_hybrid"):  # which states it beside its sizes
             yield "partial_rotary_factor", base | {"partial_rotary_factor": 0.5}
         if family not in ROPE_BY_LAYER:
             by_layer = {"full_attention": {"rope_type": "default"}}

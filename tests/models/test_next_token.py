@@ -66,6 +66,8 @@ def layer_of_a_longer_model(x_TD: np.ndarray, directory: Path, folder: Path) -> 
     fields |= {"num_hidden_layers": number + 1, "num_nextn_predict_layers": 0}
     if "layer_types" in fields:
         fields["layer_types"].append("full_attention")
+    if "mlp_layer_types" in fields:
+        fields["mlp_layer_types"].append("sparse")
     (longer / "config.json").write_text(json.dumps(fields))
     stored = usual_names(load_file(longer / "model.safetensors"), number)
     own = ("enorm", "hnorm", "eh_proj", "shared_head", "embed_tokens")
@@ -81,7 +83,14 @@ def layer_of_a_longer_model(x_TD: np.ndarray, directory: Path, folder: Path) -> 
 @pytest.mark.parametrize(
     ("name",),
     first_quick(
-        [("llama_tied",), ("qwen3_next",), ("deepseek_v3",), ("glm4_moe",), ("deepseek_v32",)]
+        [
+            ("llama_tied",),
+            ("qwen3_next",),
+            ("deepseek_v3",),
+            ("glm4_moe",),
+            ("deepseek_v32",),
+            ("bailing_hybrid",),
+        ]
     ),
 )
 def test_the_layer_is_the_published_formula(name: str, tmp_path: Path) -> None:

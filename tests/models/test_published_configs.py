@@ -10,6 +10,7 @@ import pytest
 
 from jdisagg.costs.catalog import CATALOG
 from jdisagg.layout.axes import Layout
+from jdisagg.ops.activations import BoundedGate
 from jdisagg.scheduler.blocks import layer_groups
 from models.catalog import read_config
 from models.decoder_config import DecoderConfig
@@ -18,6 +19,7 @@ from models.inspection import bytes_per_device, inspect
 from tests.models.configs import PUBLISHED, Fields, not_refused, published, text_part
 
 GEMMA_4, GEMMA_4_DENSE = "gemma-4-26B-A4B-it", "gemma-4-31B-it"
+GEMMA_4_E2B, GEMMA_4_E4B = "gemma-4-E2B-it", "gemma-4-E4B-it"
 # Parameters and those of a token, in billions, as published (here with embeddings and, where the
 # model sees, without its eyes), and bytes of KV of a token in bfloat16.
 SIZES: dict[str, tuple[float, float, int]] = {
@@ -32,7 +34,10 @@ SIZES: dict[str, tuple[float, float, int]] = {
     "Kimi-Linear-48B-A3B-Instruct": (49.1, 3.5, 7 * (512 + 64) * 2),
     "LFM2-1.2B": (1.2, 1.2, 6 * 2 * 8 * 64 * 2),
     "LFM2-8B-A1B": (8.3, 1.6, 6 * 2 * 8 * 64 * 2),
+    "LFM3-1.7B": (1.7, 1.7, 11 * 2 * 4 * 128 * 2),
     "Laguna-S-2.1": (117.6, 8.4, 2 * 48 * 8 * 128 * 2),
+    "Ling-3.0-flash": (124.4, 5.5, 7 * (512 + 64) * 2),
+    "Ling-3.0-tiny": (7.9, 1.4, 6 * (512 + 64) * 2),
     "Llama-4-Scout-17B-16E-Instruct": (107.8, 17.2, 48 * 2 * 8 * 128 * 2),
     "MiMo-V2-Flash": (308.8, 15.4, (9 * 4 + 39 * 8) * (192 + 128) * 2),
     "MiniMax-M3": (426.2, 26.0, 60 * 2 * 4 * 128 * 2 + 57 * 128 * 2),
@@ -50,6 +55,9 @@ SIZES: dict[str, tuple[float, float, int]] = {
     "c4ai-command-r7b-12-2024": (8.0, 8.0, 32 * 2 * 8 * 128 * 2),
     GEMMA_4: (25.2, 3.8, (25 * 8 * 256 + 5 * 2 * 512) * 2 * 2),
     GEMMA_4_DENSE: (30.7, 30.7, (50 * 16 * 256 + 10 * 4 * 512) * 2 * 2),
+    # of 15 and 24 layers; tables of 2.3 and 2.8 billion have one row for each token
+    GEMMA_4_E2B: (4.6, 2.3, (12 * 256 + 3 * 512) * 2 * 2),
+    GEMMA_4_E4B: (7.5, 4.6, (20 * 2 * 256 + 4 * 2 * 512) * 2 * 2),
     "gpt-oss-120b": (116.8, 5.7, 36 * 2 * 8 * 64 * 2),
     "granite-4.0-h-micro": (3.2, 3.2, 8192),
     "granite-4.0-h-small": (32.2, 8.8, 16384),
@@ -63,9 +71,13 @@ IN_THE_CATALOGUE = {
     "GLM-5": ("glm-5", 1),
     "Kimi-K2.5": ("kimi-k2.5", 0),
     "Kimi-Linear-48B-A3B-Instruct": ("kimi-linear-48b-a3b", 0),
+    "LFM3-1.7B": ("lfm3-1.7b", 0),
+    "Ling-3.0-flash": ("ling-3.0-flash", 1),
     "MiniMax-M3": ("minimax-m3", 0),
     "MiniMax-Text-01": ("minimax-text-01", 0),
     "Qwen3-235B-A22B": ("qwen3-235b-a22b", 0),
+    GEMMA_4_E2B: ("gemma-4-e2b", 0),
+    GEMMA_4_E4B: ("gemma-4-e4b", 0),
     "gpt-oss-120b": ("gpt-oss-120b", 0),
 }
 
@@ -224,6 +236,39 @@ def test_gemma_4_is_read_as_its_published_configs_state_it() -> None:
     assert kept.can_part and config.kv_spec("bfloat16").can_part
 
 
+def test_layers_of_gemma_4_e2b_and_e4b_read_the_kv_of_the_last_layer_of_their_kind() -> None:
+    for name, own, every, wide in ((GEMMA_4_E2B, 15, 5, 2), (GEMMA_4_E4B, 24, 6, 0)):
+        config = _read(name)
+        count = len(config.layers)
+        full = [at % every == every - 1 for at in range(own, count)]
+        assert [layer.source for layer in config.layers] == [None] * own + [
+            own - 1 if whole else own - 2 for whole in full
+        ]
+        assert {layer.ffn for layer in config.layers[own:]} == {wide * config.ffn}
+        assert {layer.ffn for layer in config.layers[:own]} == {0}
+        spec = config.kv_spec("bfloat16")
+        assert (
+            spec.can_part and spec.positioned == tuple(range(own)) and spec.last_stored == own - 1
+        )
+        # one program has the layers whose KV is read, and those that read it
+        for groups in (1, 4, 100):
+            last = layer_groups(spec.cuts, count, groups)[-1]
+            assert last.start <= own - 2 and last.stop == count
+
+
+def test_gates_of_the_last_layers_of_ling_3_are_bounded() -> None:
+    config = _read("Ling-3.0-flash")
+    routed = [layer.experts and layer.experts.clamp for layer in config.layers]
+    assert routed == [None] * 35 + [BoundedGate(4.0)] * 7
+    shared = [None] * 34 + [BoundedGate(5.0)] * 6 + [BoundedGate(7.0)] * 2
+    assert [layer.gate for layer in config.layers] == shared
+    kinds = [layer.delta is None for layer in config.layers]
+    assert kinds == ([False] * 5 + [True]) * 7
+    # a float32 matrix of 128 x 128 for each of 32 heads, three inputs of q, k and v
+    state = config.kv_spec("bfloat16").state.bytes_per_token
+    assert state == 35 * 32 * (128 * 128 * 4 + 3 * 3 * 128 * 2)
+
+
 def test_sizes_by_layer_are_read_as_transformers_writes_them() -> None:
     by_layer = {str(at): {"head_dim": 512, "num_key_value_heads": 4} for at in range(5, 60, 6)}
     absent = {"global_head_dim": None, "num_global_key_value_heads": None}
@@ -275,9 +320,8 @@ def _refused_by_name() -> Iterable[tuple[str, Fields]]:
     ):
         yield "sparse_attention_config", _minimax(**sparse)
     for field, value in (
-        ("hidden_size_per_layer_input", 256),
-        ("num_kv_shared_layers", 18),
-        ("use_double_wide_mlp", True),
+        ("num_kv_shared_layers", 30),
+        ("num_kv_shared_layers", 27),
         ("use_bidirectional_attention", "all"),
         ("num_global_key_value_heads", 5),
         ("top_k_experts", 200),
@@ -286,9 +330,18 @@ def _refused_by_name() -> Iterable[tuple[str, Fields]]:
         ("rope_parameters", {"full_attention": {"rope_type": "default"}}),
     ):
         yield field, text_part(GEMMA_4, **{field: value})
-    silent = text_part(GEMMA_4)
-    del silent["text_config"]["hidden_size_per_layer_input"]  # type: ignore[attr-defined]
-    yield "hidden_size_per_layer_input must be stated", silent
+    small = text_part(GEMMA_4_E2B, vocab_size_per_layer_input=1000)
+    yield "vocab_size_per_layer_input must equal vocab_size=262144", small
+    ling = published("Ling-3.0-tiny")
+    older = {"architectures": ["BailingMoeV2_5ForCausalLM"]}
+    yield "must hold 'BailingMoeV3ForCausalLM' for model_type 'bailing_hybrid'", ling | older
+    yield "linear_attention must be 'kda'", ling | {"linear_attention": "gla"}
+    unknown = {name: value for name, value in ling.items() if not name.startswith(("arch", "kda"))}
+    yield "architectures must be stated", unknown
+    yield "expert_swiglu_limit_list must have a number", ling | {"expert_swiglu_limit_list": [4.0]}
+    lfm = published("LFM3-1.7B")
+    yield "sliding_window must be set", lfm | {"sliding_window": None}
+    yield "layer_types must list full_attention or conv or sliding", lfm | {"layer_types": ["conv"]}
     yield r"of an even size \(2 kv heads of 511\)", text_part(GEMMA_4, global_head_dim=511)
     partly = {"full_attention": {"rope_theta": 1e6, "partial_rotary_factor": 0.5}}
     yield "partial_rotary_factor", text_part(GEMMA_4, rope_parameters=partly)

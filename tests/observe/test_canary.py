@@ -6,9 +6,9 @@ import contextlib
 from collections.abc import AsyncIterator
 
 from jdisagg.config import Mode
-from jdisagg.dispatch.router_events import NoRouterEvents
 from jdisagg.observe.canary import Canary, CanaryRunner, Pair, Readiness
 from jdisagg.observe.canary_probe import PortProbe, pairs_of
+from jdisagg.router.decision import NoRouterEvents
 from tests.fakes.cluster import Cluster, toy_request
 from tests.fakes.fake_executor import Faults
 from tests.fakes.virtual_time import VirtualClock, run_virtually

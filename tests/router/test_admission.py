@@ -11,7 +11,7 @@ from jdisagg.config import RoutingConfig
 from jdisagg.errors import ConfigError, OverloadedError
 from jdisagg.messages.registry import RouterUse
 from jdisagg.router.admission import Drain, Lateness, Quotas, admit, limit_seconds
-from jdisagg.router.breaker import FAILURES, Breaker, BreakerState
+from jdisagg.router.candidates import FAILURES, Breaker, BreakerState
 from jdisagg.router.predictor import COLD_TOKENS, FEWEST, MOST_ROUTERS, SHARED, LearnedLengths
 from jdisagg.settings.timeouts import DEFAULT_TIMEOUTS
 

@@ -11,10 +11,10 @@ from jdisagg.costs.speeds import Speed
 from jdisagg.errors import UnavailableError
 from jdisagg.router.accounts import Work
 from jdisagg.router.cluster_state import ClusterState, Description
-from jdisagg.router.corrections import Corrections, LearnedCorrections, PromptWay
 from jdisagg.router.cost_terms import STEPS_TO_JOIN, paced_until
 from jdisagg.router.decision import PlacementPolicy, PlacementQuery
 from jdisagg.router.placement import decide
+from jdisagg.router.predictor import Corrections, LearnedCorrections, PromptWay
 from tests.router.decisions import APPEND, TURN, appends, decision
 from tests.router.fleets import H100, accounts_of, prefill_status, state_of
 

@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 
 from jdisagg.router.accounts import Work
-from jdisagg.router.breaker import PairBreakers
+from jdisagg.router.candidates import PairBreakers
 from jdisagg.router.decision import PlacementQuery
-from jdisagg.router.replacements import another_prefill
+from jdisagg.router.placement import another_prefill
 from jdisagg.settings.timeouts import Backoff
 from tests.router.decisions import TURN, appends, decision
 from tests.router.fleets import decode_status, prefill_status

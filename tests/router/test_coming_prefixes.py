@@ -4,9 +4,9 @@ choice of a worker."""
 import random
 
 from jdisagg.router.accounts import Work
-from jdisagg.router.coming_prefixes import LINGER_SECONDS, ComingPrefixes
 from jdisagg.router.decision import Decision, PlacementPolicy, PlacementQuery, PromptBlocks
 from jdisagg.router.placement import decide
+from jdisagg.router.unreported import LINGER_SECONDS, ComingPrefixes
 from tests.router.fleets import decode_status, prefill_status, state_of
 
 SIZE = 128

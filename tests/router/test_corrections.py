@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from jdisagg.router.corrections import FEW, FORGOTTEN, NO_CORRECTIONS, LearnedCorrections, PromptWay
+from jdisagg.router.predictor import FEW, FORGOTTEN, NO_CORRECTIONS, LearnedCorrections, PromptWay
 
 
 def corrected(correction: tuple[float, float], seconds: float) -> float:

@@ -13,7 +13,7 @@ from jdisagg.router.cluster_state import ClusterState, Description
 from jdisagg.router.cost_terms import STEPS_ALONE, STEPS_TO_JOIN
 from jdisagg.router.decision import Decision, Deferred, PlacementPolicy, PlacementQuery, Refusal
 from jdisagg.router.placement import WORTH_TO_OTHERS, decide
-from jdisagg.scheduler.backlog import causal_pairs
+from jdisagg.scheduler.prompts import causal_pairs
 from tests.router.decisions import ASK, EASY, closeness, decision
 from tests.router.fleets import (
     A100,

@@ -16,7 +16,7 @@ from jdisagg.layout.axes import Layout
 from jdisagg.messages.worker_status import WorkerRole, WorkerStatus
 from jdisagg.router.elastic import Controller, ElasticConfig, check_switch, usual_layout
 from jdisagg.router.elastic_signals import EndedRequest, SloTarget, SloWindow
-from jdisagg.router.quantiles import quantile
+from jdisagg.router.predictor import quantile
 from tests.lanes import given_examples
 from tests.router.plant import SLOTS, Load, Plant, status
 

@@ -6,8 +6,8 @@ from collections import Counter
 
 import pytest
 
-from jdisagg.router.fairness import FairQueue, Ticket
-from jdisagg.scheduler.priorities import MOST_PRIORITY, PRIORITY_SECONDS
+from jdisagg.router.admission import FairQueue, Ticket
+from jdisagg.scheduler.sequences import MOST_PRIORITY, PRIORITY_SECONDS
 
 
 def fill(queue: FairQueue, tenant: str, count: int, cost: float = 100.0, first: int = 0) -> None:

@@ -13,10 +13,10 @@ from jdisagg.layout.axes import Layout
 from jdisagg.messages.worker_status import LinkTimes, WorkerStatus
 from jdisagg.router.accounts import Work
 from jdisagg.router.cluster_state import ClusterState
-from jdisagg.router.corrections import Corrections
 from jdisagg.router.cost_terms import transfers_of
 from jdisagg.router.decision import Decision, PlacementPolicy, PlacementQuery, PromptWay, Refusal
 from jdisagg.router.placement import decide
+from jdisagg.router.predictor import Corrections
 from tests.router.fleets import decode_status, prefill_status, state_of
 
 MODEL = geometry("llama-3.1-8b")

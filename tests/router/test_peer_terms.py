@@ -9,8 +9,8 @@ import pytest
 
 from jdisagg.costs.speeds import speed_of
 from jdisagg.router.accounts import Work
+from jdisagg.router.cost_terms import CHUNKS_ISSUED
 from jdisagg.router.decision import PlacementPolicy, PlacementQuery
-from jdisagg.router.peer_terms import CHUNKS_ISSUED
 from tests.router.decisions import closeness, decision
 from tests.router.fleets import H100, M, decode_status, prefill_status, random_fleet, state_of
 

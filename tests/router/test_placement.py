@@ -9,8 +9,7 @@ from jdisagg.errors import OverloadedError, UnavailableError
 from jdisagg.router.accounts import Accounts
 from jdisagg.router.admission import admit
 from jdisagg.router.cluster_state import ClusterState
-from jdisagg.router.placement import decide
-from jdisagg.router.replacements import another_decode, another_prefill
+from jdisagg.router.placement import another_decode, another_prefill, decide
 from tests.router.pairs import ASK, RULES, D, M, P, place, state_of, status
 
 PAIR = (status("p0", P), status("d0", D))

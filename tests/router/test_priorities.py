@@ -11,12 +11,11 @@ from jdisagg.dispatch.placer import PlacementRequest
 from jdisagg.errors import OverloadedError
 from jdisagg.messages.worker_status import PriorityLoad
 from jdisagg.router.accounts import Work
-from jdisagg.router.admission import admit
+from jdisagg.router.admission import FairQueue, Ticket, admit
 from jdisagg.router.cluster_state import ClusterState
 from jdisagg.router.decision import Decision, Deferred, PlacementPolicy, PlacementQuery
-from jdisagg.router.fairness import FairQueue, Ticket
 from jdisagg.router.placement import decide
-from jdisagg.scheduler.priorities import PRIORITY_SECONDS
+from jdisagg.scheduler.sequences import PRIORITY_SECONDS
 from tests.dispatch.desk import Desk
 from tests.fakes.virtual_time import run_virtually
 from tests.router.fleets import decode_status, prefill_status, state_of

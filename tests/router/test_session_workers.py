@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from jdisagg.prompt.hints import Hints
 from jdisagg.request import Request
-from jdisagg.router.session_workers import SessionWorkers
+from jdisagg.router.unreported import SessionWorkers
 from tests.router.decisions import ASK, EASY, decision
 from tests.router.fleets import M, decode_status, prefill_status, state_of
 

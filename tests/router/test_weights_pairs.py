@@ -10,7 +10,7 @@ from jdisagg.messages.worker_status import WorkerStatus
 from jdisagg.router.accounts import Work
 from jdisagg.router.cluster_state import ClusterState
 from jdisagg.router.decision import PlacementQuery
-from jdisagg.router.replacements import another_decode, another_prefill
+from jdisagg.router.placement import another_decode, another_prefill
 from tests.router.decisions import decision
 from tests.router.fleets import decode_status, prefill_status
 from tests.router.fleets import state_of as priced

@@ -11,9 +11,8 @@ from jdisagg.scheduler.decode_batches import DecodeBatches
 from jdisagg.scheduler.decode_state import DecodeState
 from jdisagg.scheduler.executor import MeshLimits
 from jdisagg.scheduler.handoff import HandoffEvent
-from jdisagg.scheduler.prompt import Prompt
 from jdisagg.scheduler.prompts import Prompts
-from jdisagg.scheduler.sequences import SequenceGroup
+from jdisagg.scheduler.sequences import Prompt, SequenceGroup
 from jdisagg.telemetry import Counters
 from tests.fakes.cluster import toy_request
 

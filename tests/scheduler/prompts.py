@@ -9,7 +9,7 @@ from jdisagg.scheduler.admission import Admission
 from jdisagg.scheduler.decode_state import DecodeState
 from jdisagg.scheduler.executor import MeshLimits
 from jdisagg.scheduler.prefill_batches import PrefillBatches
-from jdisagg.scheduler.prompt import Prompt
+from jdisagg.scheduler.sequences import Prompt
 from tests.fakes.fake_executor import toy_limits
 from tests.scheduler.bench import prompts_of
 
@@ -25,7 +25,7 @@ class Sender:
         limits = toy_limits(ranks, 8, pages, context_tokens=512, chunk_buckets=(64,))
         self.state = DecodeState(limits)
         self.prompts = prompts_of(self.state)
-        self.admission = Admission(self.state, self.prompts, decodes=False)
+        self.admission = Admission(self.state, self.prompts)
 
     def waits(
         self,
@@ -38,7 +38,9 @@ class Sender:
         """A prompt of this size that waits. By default it came at the instant of its key."""
         request = Request("r", (1,) * (8 * pages), SamplingParams(), priority=priority)
         at = float(key) if arrival is None else arrival
-        made = Prompt(key, request, (Child(0),), at, destination=destination, offers_from=0)
+        made = Prompt(
+            key, request, (Child(0),), at, decodes=False, destination=destination, offers_from=0
+        )
         self.admission.enqueue(self.prompts.begin(made))
         return made
 

@@ -3,7 +3,7 @@
 import random
 
 from jdisagg.request import Adapter, Request
-from jdisagg.scheduler.adapter_table import AdapterTable
+from jdisagg.scheduler.prompt_room import AdapterTable
 
 
 def of(digest: str) -> Request:

@@ -3,7 +3,7 @@
 import hypothesis.strategies as st
 from hypothesis import given, settings
 
-from jdisagg.scheduler.backlog import Backlog
+from jdisagg.scheduler.prompts import Backlog
 
 
 def pairs(start: int, end: int) -> int:

@@ -3,9 +3,9 @@
 from jdisagg.messages.ports import Offer
 from jdisagg.scheduler.disk_blocks import DiskBlocks
 from jdisagg.scheduler.host_blocks import HostBlocks, HostPiece
-from jdisagg.scheduler.kept_view import KeptBlock, kept_blocks
 from jdisagg.scheduler.page_ledger import PageLedger
 from jdisagg.scheduler.residency import BlockNames, Chain, Residency
+from jdisagg.worker.cached_kv import KeptBlock, kept_blocks
 from tests.fakes.cluster import toy_request
 
 PAGE, GRAIN = 4, 8

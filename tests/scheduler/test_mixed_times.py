@@ -2,7 +2,7 @@
 
 import pytest
 
-from jdisagg.scheduler.mixed_times import KEPT_STEPS, SAMPLES, MixedTimes
+from jdisagg.scheduler.turn import KEPT_STEPS, SAMPLES, MixedTimes
 
 
 def times() -> MixedTimes:

@@ -9,14 +9,15 @@ from hypothesis import strategies as st
 from jdisagg.messages.step_commands import SampledToken
 from jdisagg.scheduler.admission import Admitted
 from jdisagg.scheduler.handoff import HandoffEvent
-from jdisagg.scheduler.priorities import (
+from jdisagg.scheduler.sequences import (
     MOST_PRIORITY,
     PRIORITY_SECONDS,
+    Sequence,
+    Stage,
     YieldingSequence,
     to_preempt,
     yields,
 )
-from jdisagg.scheduler.sequences import Sequence, Stage
 from tests.fakes.cluster import toy_request
 from tests.fakes.fake_executor import toy_limits
 from tests.scheduler.bench import Bench, granted, waiting

@@ -108,9 +108,12 @@ class Pages:
         assert self.kept.reserve(0, number, chain, cached, 2) is not None
         self.kept.let_go(0, number, chain)
 
-    def has(self, number: int) -> bool:
+    def chain(self, number: int) -> tuple[bytes, ...]:
         tokens = tuple(range(8 * number, 8 * number + 8))
-        return self.kept.match(0, self.kept.chain(request(tokens, None), tokens)) == 2
+        return self.kept.chain(request(tokens, None), tokens)
+
+    def has(self, number: int) -> bool:
+        return self.kept.match(0, self.chain(number)) == 2
 
     @property
     def retained(self) -> Retained:
@@ -210,3 +213,22 @@ def test_a_worker_remembers_no_more_retained_blocks_than_it_may() -> None:
     retained = Retained(most=2)
     retained.asked(request((1,), LONG), (b"a", b"b", b"c"), PAGE)
     assert [retained.of(name) for name in (b"a", b"b", b"c")] == [None, LONG, LONG]
+
+
+@pytest.mark.parametrize("retention", [None, LONG])
+def test_a_demoted_block_goes_first_until_it_is_promoted_or_used(
+    retention: Retention | None,
+) -> None:
+    pages = Pages()  # of six prompts
+    for number in range(6):
+        pages.use(number, retention)
+    for name in (name for number in (3, 4, 5) for name in pages.chain(number)):
+        pages.kept.demote(0, name)
+    pages.use(3, retention)
+    for name in pages.chain(4):
+        pages.kept.promote(name)
+    pages.use(6, retention)
+    assert [pages.has(number) for number in range(7)] == [True] * 5 + [False, True]
+    for number in (7, 8, 9):
+        pages.use(number, retention)
+    assert [pages.has(number) for number in range(7)] == [False] * 3 + [True, True, False, True]

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from jdisagg.scheduler.prompts import ChunkTimes, Leader, SharedPrompts, waiting_pays
 from jdisagg.scheduler.residency import Chain
-from jdisagg.scheduler.shared_prompts import ChunkTimes, Leader, SharedPrompts, waiting_pays
 
 
 def chain(text: str) -> Chain:

@@ -5,7 +5,7 @@ import itertools
 import msgspec
 import pytest
 
-from jdisagg.scheduler.step_policy import GAP_STEPS, Action, StepSnapshot, next_step
+from jdisagg.scheduler.turn import GAP_STEPS, Action, StepSnapshot, next_step
 
 
 def test_a_mesh_without_programs_for_both_alternates_chunks_and_steps() -> None:

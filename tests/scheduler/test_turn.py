@@ -10,8 +10,7 @@ from jdisagg.messages.worker_status import WorkerRole
 from jdisagg.scheduler.decode_state import DecodeState
 from jdisagg.scheduler.executor import MeshLimits
 from jdisagg.scheduler.handoff import HandoffEvent
-from jdisagg.scheduler.prompt import Prompt
-from jdisagg.scheduler.sequences import SequenceGroup
+from jdisagg.scheduler.sequences import Prompt, SequenceGroup
 from jdisagg.scheduler.turn import CHUNKS_OFFERED, Facts, Scheduler, Turn
 from jdisagg.telemetry import Counters
 from tests.fakes.cluster import toy_request
@@ -35,12 +34,12 @@ class Mesh:
             clock=lambda: 0.0,
             counters=Counters(),
         )
-        self.step = 0
+        self.decodes, self.step = role.decodes, 0
 
     def asks(self, number: int, tokens: int = 8, priority: int = 0, to: str = "") -> Prompt:
         request = replace(toy_request(number, tokens, max_tokens=20), priority=priority)
         prompt = replace(waiting(self.state, request, number), destination=to)
-        prompt.computes = bool(to)
+        prompt.decodes, prompt.computes = self.decodes, bool(to)
         self.scheduler.admission.enqueue(self.scheduler.prompts.begin(prompt))
         return prompt
 

@@ -2,6 +2,7 @@
 APIs. `http_doors.py` serves them."""
 
 import asyncio
+import struct
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 
@@ -12,10 +13,12 @@ from jdisagg.chat.formats import AnswerFormat
 from jdisagg.config import LimitsConfig, Mode
 from jdisagg.dispatch.frontend import Frontend
 from jdisagg.dispatch.prompts import ModelInfo
-from jdisagg.errors import JdisaggError, OverloadedError
+from jdisagg.errors import JdisaggError, OverloadedError, UnavailableError
 from jdisagg.grammar.compiler import GrammarCompiler, TokenizerText
 from jdisagg.layout.axes import Layout
+from jdisagg.messages.ports import SessionAction, SessionCall, SessionReport
 from jdisagg.messages.worker_status import KeptTier, WorkerRole, WorkerStatus
+from jdisagg.prompt.experts import ChosenExperts
 from jdisagg.prompt.logprobs import PromptLogprobs, PromptToken
 from jdisagg.request import (
     CachedTokens,
@@ -114,6 +117,7 @@ class FakePath:
     closed: list[str] = field(default_factory=list)
     suspended: list[tuple[str, str, bool]] = field(default_factory=list)
     ended: dict[str, JdisaggError] = field(default_factory=dict)
+    sessions: list[SessionCall] = field(default_factory=list)
     made_events: int = 0
     filler: str = ""
     pause_seconds: float = 0.0
@@ -146,7 +150,7 @@ class FakePath:
                         token_ids=(token,),
                         text=chr(token) + self.filler,
                         logprobs=(
-                            (TokenLogprobs(-0.5, ((token, -0.5),)),)
+                            (TokenLogprobs(-0.5, ((token, -0.5),), experts_of(request, index)),)
                             if sampling.logprobs is not None
                             else ()
                         ),
@@ -193,6 +197,19 @@ class FakePath:
     async def reset_cache(self) -> int:
         return 7
 
+    async def session(self, call: SessionCall) -> tuple[SessionReport, ...]:
+        """Of sessions that requests of the same tenant and scope named."""
+        self.sessions.append(call)
+        if call.session == "silent":
+            raise UnavailableError("decode-0 did not answer")
+        hinted = [one for one in self.requests if one.hints]
+        known = {(one.tenant, one.cache_scope, one.hints.session) for one in hinted if one.hints}
+        if (call.tenant, call.cache_scope, call.session) not in known:
+            return ()
+        if call.action is SessionAction.DROP:
+            return (SessionReport("decode-0", dropped_tokens=32),)
+        return (SessionReport("decode-0", 48, 32, 16, 0, 1.5, 298.5, 20.0),)
+
     async def drain(self) -> None: ...
 
 
@@ -204,6 +221,16 @@ def scores_of(request: Request) -> PromptLogprobs:
         for after in request.prompt_token_ids[1:]
     ]
     return PromptLogprobs.of(top, tokens)
+
+
+def experts_of(request: Request, index: int) -> ChosenExperts | None:
+    """Two layers choose one expert each, numbered by the position."""
+    if not request.sampling.return_routed_experts:
+        return None
+    end = len(request.prompt_token_ids) + index
+    positions = range(end) if index == 0 else range(end - 1, end)
+    numbers = [position for position in positions for _ in range(2)]
+    return ChosenExperts(2, 1, struct.pack(f"<{len(numbers)}h", *numbers))
 
 
 def text_of(tokens: tuple[int, ...]) -> str:

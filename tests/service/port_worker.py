@@ -15,6 +15,8 @@ from jdisagg.messages.ports import (
     Reservation,
     ReserveCall,
     ResumeCall,
+    SessionCall,
+    SessionReport,
     Span,
     SpanEnd,
 )
@@ -61,6 +63,10 @@ class Worker:
     async def reset_cache(self) -> int:
         self.told.append("reset_cache")
         return 3
+
+    async def session(self, call: SessionCall) -> SessionReport | None:
+        self.told.append(call)
+        return None
 
     async def reserve(self, call: ReserveCall) -> Reservation:
         self.told.append(call)

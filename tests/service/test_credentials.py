@@ -60,9 +60,17 @@ async def workers(config: ServiceConfig, tokens: tuple[str, ...] = ()) -> AsyncI
         yield address
 
 
-async def ask(target: str, credentials: Credentials = Credentials(), token: str = "") -> str:  # noqa: B008
+REFUSED_SECONDS = 0.4
+
+
+async def ask(
+    target: str,
+    credentials: Credentials = Credentials(),  # noqa: B008
+    token: str = "",
+    seconds: float = 1.5,
+) -> str:
     async with AsyncClient(
-        target, connect_seconds=1.5, credentials=credentials, token=token
+        target, connect_seconds=seconds, credentials=credentials, token=token
     ) as client:
         return (await client.complete("x", max_tokens=3)).text
 
@@ -78,9 +86,9 @@ async def test_a_port_with_tls_serves_those_who_trust_its_authority_and_no_other
         ):
             with pytest.raises(
                 UnavailableError,
-                match=rf"within 1.5 s; is it running \(jdisagg serve\), or .*{hint}",
+                match=rf"within {REFUSED_SECONDS} s; is it running \(jdisagg serve\), or .*{hint}",
             ):
-                await ask(target, credentials)
+                await ask(target, credentials, seconds=REFUSED_SECONDS)
 
         def ask_blocking() -> str:
             with Client(target, credentials=ours.credentials()) as client:
@@ -262,7 +270,7 @@ async def test_renewed_certificates_and_tokens_are_taken_up_without_a_restart(
                 with contextlib.suppress(UnavailableError, UnauthenticatedError):
                     renewed = await ask(target, theirs.credentials(), "second")
         with pytest.raises(UnavailableError):
-            await ask(target, ours.credentials(), "second")
+            await ask(target, ours.credentials(), "second", REFUSED_SECONDS)
         with pytest.raises(UnauthenticatedError):
             await ask(target, theirs.credentials(), "first")
 

@@ -134,7 +134,7 @@ async def test_a_link_closes_at_once_whenever_its_last_message_comes() -> None:
             end = sending._link.end
             receiver.send(end, REQUEST)
             await eventually(lambda sending=sending: sending.got)
-            line = receiver._lines[end]
+            line = receiver.lines[end]
             line.stirred.set()
             for _ in range(turns):
                 await asyncio.sleep(0)

@@ -6,8 +6,6 @@ from hypothesis import strategies as st
 
 from jdisagg.config import Mode
 from jdisagg.errors import ConfigError
-from jdisagg.messages.worker_status import WorkerRole
-from jdisagg.simulator.cluster import SimulatedCluster
 from jdisagg.simulator.faults import (
     Broken,
     Cancels,
@@ -20,7 +18,7 @@ from jdisagg.simulator.faults import (
 )
 from jdisagg.simulator.fleet import Fleet
 from jdisagg.simulator.run import Result, simulate
-from jdisagg.simulator.workloads import Arrival, Fixed, poisson
+from jdisagg.simulator.workloads import Arrival, poisson
 from tests.simulator.conservation import check, random_faults
 from tests.simulator.fleets import LENGTHS, small_fleet
 
@@ -78,23 +76,6 @@ def test_a_worker_that_is_lost_costs_its_requests_time_and_nothing_else(fault: F
     assert [outcome.output_tokens for outcome in struck.outcomes] == wanted, (
         "no token is lost or doubled"
     )
-
-
-def test_running_sequences_move_off_a_worker_that_drains() -> None:
-    """They move to the other decode worker, and no prompt is computed again for that."""
-    taken: list[float] = []
-
-    async def switch(cluster: SimulatedCluster) -> None:
-        await cluster.clock.sleep(3.0)
-        await cluster.switch_role("decode-0", WorkerRole.PREFILL, seconds=0.1, drain_seconds=20.0)
-        taken.append(cluster.clock.now() - 3.0)
-
-    arrivals = poisson(4.0, 12, Fixed(400, 600), 0)
-    result = simulate(small_fleet(pages=512), arrivals, hooks=[switch], settle_seconds=60.0)
-    assert [outcome.end for outcome in result.outcomes] == ["finished"] * 12
-    assert result.pages_lost == 0
-    assert result.counters["sequences_moved"] > 0
-    assert taken[0] < 2.0, "those that would run for many seconds more were not waited for"
 
 
 def test_a_slow_link_lengthens_the_hand_off_and_no_more() -> None:

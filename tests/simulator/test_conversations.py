@@ -83,25 +83,6 @@ def test_a_turn_finds_the_answer_before_it_where_it_is_decoded() -> None:
     assert result.counters["decode_prefix_hit_tokens"] == 768  # of 512 + 299, whole blocks of 128
 
 
-def test_turns_that_are_short_are_appended_where_the_last_one_was_decoded() -> None:
-    """The live router decides it, the live worker runs it, and no page leaks."""
-    fleet = small_fleet(pages=512)
-    kept = PrefixConfig(reuse=True, grain_tokens=128)
-    turns = ConversationTurns(mean=4.0, think_seconds=10.0, block_tokens=128)
-    arrivals = conversations(1.0, 120, Fixed(100, 60), turns, seed=5)
-    found = {
-        tokens: simulate(replace(fleet, prefix=replace(kept, append_tokens=tokens)), arrivals)
-        for tokens in (0, 512)
-    }
-    appended = found[512].counters.get("prompts_appended", 0)
-    assert appended > 10 and "prompts_appended" not in found[0].counters
-    assert found[512].counters["tokens_appended"] <= 512 * appended
-    for result in found.values():
-        assert all(one.end == "finished" for one in result.outcomes) and not result.pages_lost
-    sent = [result.counters["kv_bytes_received"] for result in found.values()]
-    assert sent[1] < sent[0], "what is appended is not sent"
-
-
 def test_appending_is_refused_where_no_prefill_worker_is_beside() -> None:
     fleet = small_fleet(Mode.CHUNKED)
     with pytest.raises(ConfigError, match="append_tokens=64 needs prefill and decode workers"):

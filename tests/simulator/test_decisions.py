@@ -5,9 +5,8 @@ from dataclasses import replace
 import pytest
 
 from jdisagg.costs.hardware import LINKS, Link
-from jdisagg.dispatch.router_events import NoRouterEvents
 from jdisagg.layout.axes import Layout
-from jdisagg.router.decision import Decision, PlacementOutcome, PlacementQuery
+from jdisagg.router.decision import Decision, NoRouterEvents, PlacementOutcome, PlacementQuery
 from jdisagg.simulator.fleet import INSTANCE, Fleet, Pool
 from jdisagg.simulator.run import simulate
 from jdisagg.simulator.workloads import Arrival, poisson

@@ -18,8 +18,6 @@ from jdisagg.simulator.host_memory import HostLink, HostMemory
 from jdisagg.simulator.prompt_names import PromptBook, PromptNames
 from jdisagg.simulator.run import simulate
 from jdisagg.simulator.workloads import Arrival
-from jdisagg.worker.decode_worker import DecodeWorker
-from jdisagg.worker.prefill_worker import PrefillWorker
 from tests.simulator.fleets import small_fleet
 
 BLOCK = 512
@@ -89,12 +87,7 @@ def test_with_room_for_all_hits_are_those_of_a_dictionary_of_all_that_was_seen(g
 def ledgers(cluster: SimulatedCluster) -> list[PageLedger]:
     found: list[PageLedger] = []
     for process in cluster.processes.values():
-        worker = process.worker
-        if isinstance(worker, PrefillWorker):
-            found += worker._state.ledgers
-        else:
-            assert isinstance(worker, DecodeWorker)
-            found += worker._state.ledgers
+        found += process.worker._state.ledgers
     return found
 
 

@@ -33,16 +33,6 @@ def test_a_worker_changes_sides_under_load_and_no_stream_breaks() -> None:
     assert result.counters["roles_switched"] == 2 and result.pages_lost == 0
 
 
-def test_there_is_no_other_side_in_one_pool() -> None:
-    async def switch(cluster: SimulatedCluster) -> None:
-        await cluster.switch_role("mixed-0", WorkerRole.PREFILL, seconds=1.0)
-
-    with pytest.raises(ConfigError, match="no such pool"):
-        simulate(
-            small_fleet(Mode.CHUNKED), [Arrival(0.0, 100, 4), Arrival(5.0, 100, 4)], hooks=[switch]
-        )
-
-
 def test_roles_that_cannot_change_are_refused_before_anything_is_served() -> None:
     two = small_fleet()
     assert two.prefill is not None

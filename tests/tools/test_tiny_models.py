@@ -26,6 +26,7 @@ from models.checkpoint import load_model
 from models.decoder import Decoder
 from models.tokenizer import Tokenizer
 from tests.lanes import first_ci, first_quick
+from tools.tiny_models import train_hybrid
 from tools.tiny_models.corpus import TURN, document, documents
 from tools.tiny_models.export import add_next_token_layer, read_dense, write_checkpoint
 from tools.tiny_models.network import PackedRows, TinyNetwork, TinyShape
@@ -222,6 +223,28 @@ def test_a_trained_next_token_layer_gives_the_serving_model_its_hidden_states(
         Shards(),
     )
     np.testing.assert_allclose(got_TD, expected_TD, atol=1e-4)
+
+
+@pytest.mark.ci
+def test_a_hybrid_and_its_next_token_layer_are_read_back_as_they_were_trained(
+    tmp_path: Path,
+) -> None:
+    kinds = ["linear_attention", "full_attention"]
+    small = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "head_dim": 16}
+    fields, tokenizer = train_hybrid.FIELDS | small | {"layer_types": kinds}, plain_tokenizer()
+    untrained = train_hybrid.untrained(fields, 5)
+    model = train_hybrid.train_model(untrained, tokenizer, replace(QUICK, steps=3))
+    train_hybrid.write(model, fields, tokenizer, tmp_path)
+    names = load_file(tmp_path / "model.safetensors").keys()
+    assert {"mtp.fc.weight", "mtp.norm.weight", "mtp.layers.0.self_attn.q_proj.weight"} < names
+    read = load_model(tmp_path, Layout(), jax.devices()[:1], next_token=True).model
+    before, mine, yours = (
+        jax.tree.leaves(nnx.state(each))
+        for each in (train_hybrid.untrained(fields, 5), model, read)
+    )
+    for at, leaf in enumerate(yours):
+        np.testing.assert_array_equal(leaf, mine[at])
+        assert not np.array_equal(leaf, before[at]), "it was not trained"
 
 
 @pytest.mark.ci

@@ -10,15 +10,7 @@ import pytest
 
 from jdisagg.errors import ConfigError, IncompatiblePeerError
 from jdisagg.layout.mesh_card import KvEnd
-from jdisagg.messages.kv_plane import (
-    KvMessage,
-    Open,
-    Posted,
-    Pulled,
-    PullRequest,
-    Refused,
-    Withdraw,
-)
+from jdisagg.messages.kv_plane import KvMessage, Posted, Pulled, PullRequest, Refused, Withdraw
 from jdisagg.transfer.backend import AnnouncedArrays
 from jdisagg.transfer.negotiated_channel import NegotiatedChannel
 from jdisagg.transfer.transfer_engine import EngineInlet, EngineOptions, EngineOutlet
@@ -106,9 +98,14 @@ def test_an_outlet_that_fails_is_closed_and_the_other_receivers_are_looked_after
     ends: Ends, loopback: Loopback, sender: NegotiatedChannel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     block, broken = case("tp=2", "tp=2"), KvEnd("127.0.0.1:3", 0xC)
-    sender.handle(broken, Open(SENDER.boot_id, 1, 2))
-    peers = sender._sender._peers
+    heard, peers = loopback.heard(), sender._sender._peers
+    ends.sender.offer(7, block.block, 0)
+    arrives(ends.pull(7, block), block)
+    (request,) = (message for message in heard if isinstance(message, PullRequest))
+    sender.handle(broken, request)
     settled(lambda: broken in peers)
+    sender.handle(broken, Pulled(request.pull_id))
+    settled(lambda: sender.postings() == 0)
     outlet, tick = peers[broken].outlet, EngineOutlet.tick
 
     def fail(self: EngineOutlet) -> None:
@@ -118,7 +115,6 @@ def test_an_outlet_that_fails_is_closed_and_the_other_receivers_are_looked_after
 
     monkeypatch.setattr(EngineOutlet, "tick", fail)
     lose(loopback, Pulled)
-    ends.sender.offer(7, block.block, 0)
     arrives(ends.pull(7, block, 5.0), block)
     assert sender.postings() == 1
     ends.clock.seconds = 6.0

@@ -11,9 +11,10 @@ from jdisagg.config import InstanceConfig, LimitsConfig, Mode
 from jdisagg.errors import DeadlineExceededError, HandoffError, UnavailableError
 from jdisagg.messages.ports import Child, GenerateCall, HandoffSource, ReserveCall, Span, SpanEnd
 from jdisagg.messages.step_commands import CopyPages, DecodeSteps, PrefillChunk
+from jdisagg.messages.worker_status import WorkerRole
 from jdisagg.router.cost_terms import STEPS_ALONE, STEPS_TO_JOIN
-from jdisagg.worker.decode_worker import DecodeWorker
 from jdisagg.worker.mesh_worker import WorkerContext
+from jdisagg.worker.worker import Worker
 from tests.fakes.cluster import Cluster, toy_request
 from tests.fakes.fake_executor import Costs, Faults, toy_limits
 from tests.fakes.toy_model import expected_tokens
@@ -27,7 +28,7 @@ def reserve_call(
 
 
 async def spans_of(
-    worker: DecodeWorker, reservation_id: int, attempt: int = 1, source: HandoffSource | None = None
+    worker: Worker, reservation_id: int, attempt: int = 1, source: HandoffSource | None = None
 ) -> list[Span]:
     return [
         span async for span in worker.generate(GenerateCall(reservation_id, attempt, 100.0, source))
@@ -213,7 +214,7 @@ async def test_a_prompt_goes_in_chunks_with_steps_as_long_as_measured_times_allo
 
 async def test_a_source_that_does_not_match_is_lost_by_the_field_that_differs() -> None:
     async with Cluster() as cluster:
-        other = DecodeWorker(
+        other = Worker(
             WorkerContext(
                 "decode1",
                 cluster.clock,
@@ -221,6 +222,7 @@ async def test_a_source_that_does_not_match_is_lost_by_the_field_that_differs() 
                 "another model",
                 kv_channels=lambda: ("prefill0 NIXL",),
             ),
+            WorkerRole.DECODE,
             cluster.decode_mesh,
             InstanceConfig(),
             cluster.limits,

@@ -3,114 +3,18 @@ complete."""
 
 import asyncio
 import dataclasses
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 
 import msgspec
 import pytest
 
-from jdisagg.config import LimitsConfig
 from jdisagg.errors import HandoffError, UnavailableError
 from jdisagg.layout.kv_spec import KvKind
-from jdisagg.messages.ports import (
-    FirstToken,
-    HandoffEnd,
-    HandoffSource,
-    Offer,
-    OfferChecksum,
-    PeerHello,
-    PeerMessage,
-)
+from jdisagg.messages.ports import FirstToken, HandoffEnd, Offer, PeerMessage
 from jdisagg.messages.step_commands import CopyPages, DropBlocks, InsertBlock
-from jdisagg.telemetry import Counters
-from jdisagg.worker.background import SideCalls
-from jdisagg.worker.incoming_handoff import (
-    Destination,
-    IncomingHandoff,
-    Received,
-    WindowDestination,
-)
-from jdisagg.worker.peers import LinkMeter, PeerLink
-from jdisagg.worker.sender_line import SenderLine
-from jdisagg.worker.step_loop import StepLoop
-from tests.fakes.fake_executor import Costs, FakeChannel, FakeExecutor, Faults, checksum, toy_limits
-from tests.fakes.toy_model import extend
-
-
-class ScriptedPeer:
-    """Offers what it was given."""
-
-    def __init__(self, messages: list[PeerMessage]) -> None:
-        self.messages = messages
-        self.acknowledged: list[int] = []
-        self.heartbeats = 0
-        self.silent = False
-
-    async def hello(self, hello: PeerHello) -> PeerHello:
-        return hello
-
-    async def offers(self, handoff_id: int, attempt: int) -> AsyncIterator[PeerMessage]:
-        for message in self.messages:
-            yield message
-
-    async def acknowledge(self, handoff_id: int, offer_ids: tuple[int, ...]) -> None:
-        if self.silent:
-            await asyncio.sleep(1000)
-        self.acknowledged += offer_ids
-        self.heartbeats += not offer_ids
-
-    async def abort(self, handoff_id: int, reason: str) -> None: ...
-
-
-def blocks(tokens: int) -> tuple[FakeChannel, list[Offer]]:
-    """Offers of four tokens each, in two layer groups."""
-    channel, offers, chain = FakeChannel(), [], 1
-    entries = [(position, 7, chain := extend(chain, 7)) for position in range(tokens)]
-    for group in range(2):
-        for start in range(0, tokens, 4):
-            offer_id = 1000 * (group + 1) + start
-            piece = entries[start : start + 4]
-            channel.offered[offer_id] = (range(group, group + 1), list(piece), 0.0)
-            offers.append(Offer(offer_id, group, start, len(piece), 4, 0))
-    return channel, offers
-
-
-class Receiving:
-    """A hand-off to rank 0 of `mesh` whose sender is `peer`."""
-
-    def __init__(
-        self,
-        channel: FakeChannel,
-        messages: list[PeerMessage],
-        pull_error: Callable[[int], str] = lambda nth: "",
-        costs: Costs | None = None,
-        verify: bool = False,
-        kind: type[ScriptedPeer] = ScriptedPeer,
-    ) -> None:
-        self.mesh = mesh = FakeExecutor(toy_limits(), channel, Faults(pull_error), costs)
-        self.peer = peer = kind(messages)
-        now, limits = asyncio.get_running_loop().time, LimitsConfig(pull_seconds=10.0)
-        mesh.peers.add("p#1")
-        self.counters = Counters()
-        self.loop = StepLoop(mesh, lambda _: None, lambda *_: None, lambda _: None, now)
-        self.meter, calls = LinkMeter(), SideCalls(self.counters, limits.timeouts.handoff)
-        source = HandoffSource("p", 1)
-        line = SenderLine(peer, source, 1, calls, self.meter)  # pyright: ignore[reportArgumentType]
-        line.link = PeerLink("p#1", KEY, verify=verify)
-        pages = Destination(0, lambda tokens: (5, 6, 7)[: -(-tokens // 4)], layer_groups=2)
-        self.handoff = IncomingHandoff(self.loop, line, pages, limits, self.counters, now)
-
-    async def receive(self) -> Received:
-        return await self.handoff.receive()
-
-
-KEY = 77
-
-
-def sums(channel: FakeChannel, offers: list[Offer]) -> list[OfferChecksum]:
-    return [
-        OfferChecksum(offer.offer_id, checksum(KEY, *channel.offered[offer.offer_id][:2]))
-        for offer in offers
-    ]
+from jdisagg.worker.block_moves import WindowDestination
+from tests.fakes.fake_executor import Costs, FakeChannel
+from tests.worker.receiving import Receiving, ScriptedPeer, blocks, sums
 
 
 async def test_a_block_of_several_layer_groups_counts_for_each_and_must_not_overlap_another():
@@ -140,15 +44,15 @@ async def test_what_windows_see_must_come_whole_and_may_come_in_any_order() -> N
     handoff._to = dataclasses.replace(handoff._to, windows=windows)
     all_of_it = [Offer(1, 0, 0, 11, 12, 0, 2)]
     seen = [Offer(2, 0, start, 1, 4, 0, kind=KvKind.WINDOW) for start in (9, 8, 10)]
-    for blocks, whole in (
+    for came, whole in (
         ([*seen, *all_of_it], True),
         (all_of_it, False),
         ([*all_of_it, *seen[:2]], False),
         ([*all_of_it, *seen[:2], seen[0]], False),
     ):
-        handoff._received.blocks = list(blocks)
+        handoff._received.blocks = list(came)
         assert handoff.kept_tokens() == 11
-        end = HandoffEnd(len(blocks), 11, ())
+        end = HandoffEnd(len(came), 11, ())
         if whole:
             handoff._check_coverage(end)
         else:
@@ -193,6 +97,15 @@ async def test_acknowledgements_that_were_lost_are_said_again_while_the_sender_w
         received = await receiving.receive()
     assert isinstance(receiving.peer, DeafPeer) and receiving.peer.lost == 8
     assert received.firsts == (FirstToken(0, 3),)
+
+
+async def test_blocks_of_a_sequence_that_moves_are_acknowledged_once_more_at_its_end() -> None:
+    channel, offers = blocks(10)
+    receiving = Receiving(channel, [*offers, HandoffEnd(6, 10, (FirstToken(0, 3),), moved=(3,))])
+    await receiving.receive()
+    await asyncio.sleep(0.001)
+    ids = [offer.offer_id for offer in offers]
+    assert sorted(receiving.peer.acknowledged) == sorted(2 * ids)
 
 
 async def test_a_closed_receiver_inserts_nothing_and_drops_what_arrives() -> None:

@@ -17,7 +17,7 @@ from jdisagg.scheduler import kept_events
 from jdisagg.scheduler.kept_events import KeptEvents
 from jdisagg.scheduler.page_ledger import PageLedger
 from jdisagg.scheduler.residency import Residency
-from jdisagg.worker.mesh_worker import MeshWorker
+from jdisagg.worker.worker import Worker
 from tests.fakes.cluster import Cluster
 from tests.worker.conversations import NAMES, Talk, limits, storm
 
@@ -69,7 +69,7 @@ async def test_a_subscriber_knows_what_the_pages_hold(pages: int) -> None:
     async with Cluster(
         Mode.DISAGGREGATED, prefill=limits(2, pages), decode=limits(2, pages), names=NAMES
     ) as cluster:
-        watched: list[tuple[MeshWorker, KeptEvents, Index]] = []
+        watched: list[tuple[Worker, KeptEvents, Index]] = []
         for worker in (cluster.prefill, cluster.decode):
             events = worker.report_kept(lambda: None)
             assert events is not None

@@ -2,7 +2,7 @@
 
 import asyncio
 
-from jdisagg.worker.link_share import MOST_PULLS, LinkShare
+from jdisagg.worker.peers import MOST_PULLS, LinkShare
 
 
 async def pull(share: LinkShare, handoff: int, seconds: float, done: list[int]) -> None:

@@ -10,7 +10,7 @@ import pytest
 from jdisagg.config import Mode
 from jdisagg.request import Request
 from jdisagg.scheduler.host_blocks import TierRoom
-from jdisagg.scheduler.priorities import PRIORITY_SECONDS
+from jdisagg.scheduler.sequences import PRIORITY_SECONDS
 from tests.fakes.cluster import toy_request
 from tests.fakes.fake_executor import Costs
 from tests.fakes.fake_states import with_state

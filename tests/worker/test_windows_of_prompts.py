@@ -35,7 +35,7 @@ async def test_a_prompt_that_gives_way_returns_only_the_pages_of_windows_that_it
         await asyncio.sleep(0.005)
         running += [start(4, (6,) * 88, 1), start(6, (8,) * 24, 1)]
         await asyncio.sleep(0.045)
-        (windows,) = cluster.prefill._room.windows
+        (windows,) = cluster.prefill._state.room.windows
         assert windows.available == 0
         yielding = [one for one in cluster.prefill._prompts.placed if not one.begun]
         assert [one.priority for one in yielding] == [0, 1, 1]
@@ -50,7 +50,7 @@ async def test_prompts_do_not_repeat_pages_because_of_windows_where_nothing_ende
         for number in range(1, 40):
             tokens = tuple(1000 * number + at for at in range(100))
             await cluster.collect(asked(number, tokens))
-        (windows,) = cluster.prefill._room.windows
+        (windows,) = cluster.prefill._state.room.windows
         assert windows.free_pages < 25 < windows.kept_pages
         at = cluster.prefill._kept.cached_tokens(
             0, cluster.prefill._kept.chain(asked(99, tokens), tokens), 48, True

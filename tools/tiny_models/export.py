@@ -17,8 +17,8 @@ from tools.tiny_models.tokenizer import BEGIN_ID, END_IDS, write_tokenizer
 def write_checkpoint(network: TinyNetwork, tokenizer: Tokenizer, folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     save_file(tensors(network), folder / "model.safetensors", metadata={"format": "pt"})
-    _write_json(folder / "config.json", config(network.shape))
-    _write_json(
+    write_json(folder / "config.json", config(network.shape))
+    write_json(
         folder / "generation_config.json", {"bos_token_id": BEGIN_ID, "eos_token_id": list(END_IDS)}
     )
     write_tokenizer(tokenizer, folder, network.shape.context_tokens)
@@ -55,7 +55,7 @@ def add_next_token_layer(layer: TinyNextTokenLayer, folder: Path) -> None:
     named = {f"model.layers.{number}.{name}": tensor for name, tensor in added.items()}
     save_file(load_file(file) | named, file, metadata={"format": "pt"})
     fields = json.loads((folder / "config.json").read_text())
-    _write_json(folder / "config.json", fields | {"num_nextn_predict_layers": 1})
+    write_json(folder / "config.json", fields | {"num_nextn_predict_layers": 1})
 
 
 def config(shape: TinyShape) -> dict[str, object]:
@@ -144,5 +144,5 @@ def _array(value: object) -> np.ndarray:
     return np.ascontiguousarray(np.asarray(value, dtype=np.float32))
 
 
-def _write_json(path: Path, content: dict[str, object]) -> None:
+def write_json(path: Path, content: dict[str, object]) -> None:
     path.write_text(json.dumps(content, indent=2) + "\n")

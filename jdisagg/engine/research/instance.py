@@ -68,6 +68,11 @@ class ResearchInstance(MeshExecutor):
                 "the research API supports only KV, and this model also keeps state; serve it with"
                 " jdisagg generate or jdisagg serve"
             )
+        if any(layer.source is not None for layer in limits.kv_spec.layers):
+            raise ConfigError(
+                "the research API supports only layers with KV of their own, and layers of this"
+                " model read the KV of others; serve it with jdisagg generate or jdisagg serve"
+            )
         self.layout = layout
         self.vocabulary = loaded.model.vocabulary
         self.ledgers = [PageLedger(limits.pages_per_rank) for _ in range(limits.ranks)]

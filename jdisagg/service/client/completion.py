@@ -4,6 +4,7 @@ from dataclasses import dataclass, field, replace
 
 from jdisagg.chat.messages import ToolCall
 from jdisagg.errors import JdisaggError
+from jdisagg.prompt.experts import ChosenExperts
 from jdisagg.prompt.logprobs import PromptLogprobs
 from jdisagg.request import FinishReason, StreamEvent, Timings, TokenLogprobs, Usage
 
@@ -19,6 +20,11 @@ class Choice:
     finish_reason: FinishReason | None = None
     reasoning: str = ""
     tool_calls: list[ToolCall] = field(default_factory=list)
+
+    @property
+    def routed_experts(self) -> ChosenExperts | None:
+        """The experts of prompt and answer, without the last token, or None if not requested."""
+        return ChosenExperts.joined(one.experts for one in self.logprobs)
 
 
 @dataclass(frozen=True, slots=True)

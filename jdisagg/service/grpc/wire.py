@@ -27,6 +27,7 @@ from jdisagg.errors import (
 )
 from jdisagg.layout.axes import Layout
 from jdisagg.messages.spans import WireStatus
+from jdisagg.prompt.experts import ChosenExperts
 from jdisagg.request import TokenLogprobs
 from jdisagg.service.grpc import common_pb2 as pb
 
@@ -103,15 +104,21 @@ def build(
 
 
 def logprobs_to_proto(logprobs: TokenLogprobs) -> pb.TokenLogprobs:
-    return pb.TokenLogprobs(
+    message = pb.TokenLogprobs(
         logprob=logprobs.logprob,
         top=[pb.TopLogprob(token_id=token, logprob=value) for token, value in logprobs.top],
     )
+    if logprobs.experts is not None:
+        message.experts.MergeFrom(pb.ChosenExperts(**msgspec.structs.asdict(logprobs.experts)))
+    return message
 
 
 def logprobs_from_proto(message: pb.TokenLogprobs) -> TokenLogprobs:
+    found = message.experts if message.HasField("experts") else None
     return TokenLogprobs(
-        message.logprob, tuple((entry.token_id, entry.logprob) for entry in message.top)
+        message.logprob,
+        tuple((entry.token_id, entry.logprob) for entry in message.top),
+        found and ChosenExperts(found.layers, found.chosen, found.data, found.dtype),
     )
 
 

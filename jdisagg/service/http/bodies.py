@@ -59,7 +59,6 @@ REFUSED: Refused = {
     "sampling_logprobs_mode": ((), "omit it; log-probabilities precede temperature and filters"),
     "return_hidden_states": ((False,), "omit it"),
     "return_sampling_mask": ((False,), "omit it"),
-    "return_routed_experts": ((False,), "omit it"),
     "kv_transfer_params": (({},), _KV),
     "ec_transfer_params": (({},), _KV),
     "bootstrap_host": (("", []), _KV),
@@ -260,10 +259,11 @@ class CacheControl(Form):
 
 
 class AgentHints(Form):
-    """Dynamo's hints of an agent."""
+    """Dynamo's hints of an agent, and the time until its next turn."""
 
     priority: int = 0
     osl: int = 0
+    pause_seconds: float = 0.0
 
 
 class Extensions(Form):
@@ -414,6 +414,7 @@ class ResponseFields(Form):
         "conversation": ((), "send the conversation as input, or previous_response_id"),
         "prompt": ((), "send the prompt's text as input"),
         "prompt_logprobs": ((), "use /v1/chat/completions"),
+        "return_routed_experts": ((False,), "use /v1/chat/completions"),
         "resumption": ((), "use /v1/chat/completions"),
         # Both values have the same effect: an input that is too long is rejected, never truncated.
         "truncation": (("disabled", "auto"), "shorten the input"),
@@ -455,6 +456,7 @@ class MessagesFields(Form):
     refused = {
         "n": ((1,), "send several requests"),
         "prompt_logprobs": ((), "use /v1/chat/completions"),
+        "return_routed_experts": ((False,), "use /v1/chat/completions"),
         "resumption": ((), "use /v1/chat/completions"),
         "mcp_servers": (([],), "call the servers' tools yourself and send them as tools"),
         "container": ((), "the server runs no code"),

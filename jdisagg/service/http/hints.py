@@ -9,6 +9,7 @@
 | `nvext.cache_control` | Dynamo | retention of prompt and answer |
 | `nvext.agent_hints.priority` | Dynamo | weight of the retention |
 | `nvext.agent_hints.osl` | Dynamo | expected length of the answer |
+| `nvext.agent_hints.pause_seconds` | - | pause until the session's next turn |
 
 The reply's header lists other fields of `nvext` as ignored."""
 
@@ -66,9 +67,17 @@ def hints_from(fields: Fields) -> SentHints | None:
     if longest is not None:
         retention = Retention(min(weight, MAX_RETENTION_WEIGHT), longest)
     answer_tokens = agent.osl if agent else 0
+    pause_seconds = agent.pause_seconds if agent else 0.0
+    if pause_seconds and not session:
+        raise InvalidRequestError(
+            f"nvext.agent_hints.pause_seconds={pause_seconds:g} is that of a session; send its key,"
+            " as session_id or prompt_cache_key"
+        )
     if not (session or retention or answer_tokens):
         return None
-    hints = Hints(session, retention, answer_tokens=max(0, answer_tokens))
+    hints = Hints(
+        session, retention, answer_tokens=max(0, answer_tokens), pause_seconds=pause_seconds
+    )
     return SentHints(hints, part)
 
 

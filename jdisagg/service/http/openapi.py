@@ -67,6 +67,11 @@ _PATHS: dict[str, dict[str, tuple[str, Forms]]] = {
     "/sleep": {"post": ("Frees weights and pages of workers.", (bodies.Sleep, bodies.Wake))},
     "/wake_up": {"post": ("Ends the sleep of workers.", (bodies.Wake,))},
     "/reset_prefix_cache": {"post": ("Clears the prefix caches of all workers.", ())},
+    "/v1/sessions/{key}": {
+        "get": ("Shows where the KV of a session is.", ()),
+        "delete": ("Drops the KV of a session.", ()),
+    },
+    "/v1/sessions/{key}/prefetch": {"post": ("Brings the KV of a session back to pages.", ())},
     "/is_sleeping": {"get": ("States whether all workers sleep.", ())},
     "/v1/embeddings": {
         "post": ("Embeds inputs, with an embedding model.", (bodies.PromptOnly, bodies.Embed))

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from jdisagg.prompt.experts import ChosenExperts
 from jdisagg.prompt.logprobs import PromptLogprobs, PromptToken
 from jdisagg.request import FinishReason, StreamEvent, TokenLogprobs, ToolCallDelta, Usage
 from jdisagg.service.http.bodies import StreamOptions
@@ -139,6 +140,12 @@ class ReplyChoice:
             return {}
         return {"prompt_logprobs": _prompt_logprobs_field(self.prompt, found, top, pieces)}
 
+    def routed(self) -> Json:
+        """Returns an object with the field `routed_experts`, or an empty object if the client did
+        not request it."""
+        found = ChosenExperts.joined(one.experts for one in self.logprobs)
+        return {} if found is None else {"routed_experts": found.as_json()}
+
 
 class Reply:
     """Builds the JSON objects of one reply. Subclasses implement chats and completions."""
@@ -191,8 +198,11 @@ class Reply:
             b',"finish_reason":',
             _FINISHED[reason] if reason is not None else b"null",
         ]
+        choice.logprobs += [one for one in some if one.experts is not None]
         if reason is not None:
             parts.append(b',"stop_reason":' + _encode(event.stop_string or event.stop_token))
+            if routed := choice.routed():
+                parts.append(b"," + _encode(routed)[1:-1])
         end = self._end
         if self._continuous:
             end = end.replace(b"null", _encode(usage_of(usage())), 1)
@@ -242,6 +252,7 @@ class Reply:
             "finish_reason": choice.finish_reason,
             "stop_reason": choice.stop_string or choice.stop_token,
         }
+        made |= choice.routed()
         if self._token_ids:
             made["token_ids"] = choice.token_ids
         return made | self._of_prompt(choice) if self.prompt_in_choice else made

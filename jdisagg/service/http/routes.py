@@ -16,6 +16,7 @@ from jdisagg.config import ServiceConfig
 from jdisagg.dispatch.frontend import Frontend
 from jdisagg.dispatch.weights_control import control_of, positive_seconds
 from jdisagg.errors import InvalidRequestError
+from jdisagg.messages.ports import SessionAction, SessionReport
 from jdisagg.messages.weights import SLEEP_SECONDS, UPDATE_SECONDS, mode_of
 from jdisagg.observe.request_log import RequestLog
 from jdisagg.request import Adapter
@@ -147,6 +148,8 @@ class HttpRoutes:
             "/sleep": Endpoint(guard, "POST", self._sleep),
             "/wake_up": Endpoint(guard, "POST", self._wake, lasting=True),
             "/reset_prefix_cache": Endpoint(guard, "POST", self._reset_cache),
+            "/v1/sessions/{key:path}/prefetch": Endpoint(guard, "POST", self._prefetch),
+            "/v1/sessions/{key:path}": Endpoint(guard, "GET, DELETE", self._session),
             "/is_sleeping": Endpoint(guard, "GET", self._is_sleeping),
             "/tokenize": Endpoint(guard, "POST", self._tokenize),
             "/detokenize": Endpoint(guard, "POST", self._detokenize),
@@ -223,6 +226,33 @@ class HttpRoutes:
 
     async def _reset_cache(self, exchange: Exchange) -> None:
         await exchange.reply(_encode({"blocks": await self._frontend.reset_cache()}))
+
+    async def _session(self, exchange: Exchange) -> None:
+        deletes = exchange.scope["method"] == "DELETE"
+        await self._act(exchange, SessionAction.DROP if deletes else SessionAction.SHOW)
+
+    async def _prefetch(self, exchange: Exchange) -> None:
+        await self._act(exchange, SessionAction.PREFETCH)
+
+    async def _act(self, exchange: Exchange, action: SessionAction) -> None:
+        key = exchange.scope["path_params"]["key"]
+        query = parse_qs(exchange.scope["query_string"].decode("latin-1"))
+        named = [query.get(name, [""])[-1] for name in ("tenant", "cache_salt")]
+        reports = await self._frontend.session(key, action, *named)
+        if not reports:
+            raise HttpRefusal(
+                f"session {key[:80]!r} is unknown: no request with this key reached the present"
+                " workers; keys belong to the tenant and cache_salt of their requests",
+                404,
+                "not_found",
+            )
+        shown = {"id": key, "object": "session"}
+        if action is SessionAction.DROP:
+            dropped = sum([one.dropped_tokens for one in reports])
+            reply = {**shown, "deleted": True, "dropped_tokens": dropped}
+        else:
+            reply = {**shown, "workers": [_shown_session(one) for one in reports]}
+        await exchange.reply(_encode(reply))
 
     async def _body(self, exchange: Exchange, empty: bytes = b"") -> Fields:
         """`empty` takes the place of an empty body."""
@@ -361,6 +391,19 @@ class _Router(Router):
 def _note_ignored(exchange: Exchange, fields: Fields) -> None:
     if ignored := ignored_header(fields):
         exchange.reply_headers.append((IGNORED, ignored))
+
+
+def _shown_session(report: SessionReport) -> dict[str, object]:
+    tiers = ("pages", "host", "disk")
+    return {
+        "worker": report.worker,
+        "tokens": report.tokens,
+        **{f"{tier}_tokens": getattr(report, f"{tier}_tokens") for tier in tiers},
+        **{
+            f"{name}_seconds": round(getattr(report, f"{name}_seconds"), 3)
+            for name in ("idle", "retention", "pause")
+        },
+    }
 
 
 def _deadline(seconds: float | None, usual: float) -> float:

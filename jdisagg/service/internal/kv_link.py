@@ -10,25 +10,19 @@ process at this address are refused. A message may arrive twice if the reply to 
 import asyncio
 import contextlib
 import logging
-import threading
 from collections import deque
-from collections.abc import Callable
-from typing import TypeVar
 
 from jdisagg.errors import InvalidRequestError, JdisaggError, UnavailableError
 from jdisagg.layout.mesh_card import KvEnd
-from jdisagg.messages.kv_plane import KvEnvelope, KvMessage, KvPlanePort
+from jdisagg.messages.kv_plane import KvEnvelope, KvMessage, KvPlanePort, KvReceiver
 from jdisagg.service.guard import Service
 from jdisagg.service.internal import rpc
 from jdisagg.service.internal.connection import NO_CREDENTIALS, Connection, Credentials
 from jdisagg.settings.timeouts import DEFAULT_TIMEOUTS, TransferTimeouts
 from jdisagg.telemetry import Counters
-from jdisagg.transfer.kv_link import KvReceiver
 
 QUEUE_MESSAGES = 8192
 BATCH_MESSAGES = 256
-
-Argument = TypeVar("Argument")
 
 log = logging.getLogger(__name__)
 
@@ -50,14 +44,12 @@ class GrpcKvLink:
         self.end = end
         self.timeouts = timeouts
         self.counters = Counters()
+        self.closed = False
+        self.lines: dict[KvEnd, _Line] = {}
         self._credentials = credentials
         self._queue_messages = queue_messages
         self._loop = asyncio.get_running_loop()
         self._receiver: KvReceiver | None = None
-        self._lock = threading.Lock()
-        self._waiting: dict[KvEnd, deque[KvMessage]] = {}
-        self._lines: dict[KvEnd, _Line] = {}
-        self._closed = False
 
     def deliver_to(self, receiver: KvReceiver) -> None:
         """Messages that arrive before this call are dropped."""
@@ -67,29 +59,17 @@ class GrpcKvLink:
         return rpc.service(KvPlanePort, _Incoming(self), tokens, lasting=("send",))
 
     def send(self, end: KvEnd, message: KvMessage) -> None:
-        with self._lock:
-            full = self._closed or len(self._waiting.get(end, ())) >= self._queue_messages
-            if not full:
-                self._waiting.setdefault(end, deque()).append(message)
-        if full:
-            self._on_loop(self._lost, 1)
-        else:
-            self._on_loop(self._stir, end)
-
-    @property
-    def closed(self) -> bool:
-        return self._closed
+        # The event loop may already be closed at shutdown. The message is then dropped.
+        with contextlib.suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(self._queue, end, message)
 
     async def close(self) -> None:
         """Closes all connections and drops waiting messages. Idempotent."""
-        with self._lock:
-            self._closed = True
-            self._waiting.clear()
-        lines = list(self._lines.values())
-        self._lines.clear()
-        for line in lines:
-            line.task.cancel()
-        await asyncio.gather(*(line.task for line in lines), return_exceptions=True)
+        self.closed = True
+        tasks = [line.task for line in self.lines.values()]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
     def take(self, envelope: KvEnvelope) -> None:
         """Delivers the messages that another process sent in one call. Raises InvalidRequestError
@@ -106,52 +86,23 @@ class GrpcKvLink:
             for message in envelope.messages:
                 self._receiver.handle(envelope.sender, message)
 
-    def next_batch(self, end: KvEnd) -> list[KvMessage]:
-        with self._lock:
-            waiting = self._waiting.get(end, ())
-            return (
-                [waiting.popleft() for _ in range(min(len(waiting), BATCH_MESSAGES))]
-                if waiting
-                else []
-            )
-
-    def forget(self, end: KvEnd, line: "_Line") -> None:
-        """If messages were queued in the meantime, opens a new connection for them."""
-        if self._lines.get(end) is not line:
-            return
-        del self._lines[end]
-        with self._lock:
-            late = bool(self._waiting.get(end))
-            if not late:
-                self._waiting.pop(end, None)
-        if late and not self._closed:
-            self._stir(end)
-
-    def give_up(self, end: KvEnd, messages: int) -> None:
-        with self._lock:
-            messages += len(self._waiting.pop(end, ()))
-        self._lost(messages)
-        log.warning("%s does not answer on the KV plane: %d messages lost", end.control, messages)
-
-    def _stir(self, end: KvEnd) -> None:
-        if self._closed:
-            return
-        line = self._lines.get(end)
-        if line is None:
-            line = self._lines[end] = _Line(self, end, Connection(end.control, self._credentials))
-        line.stirred.set()
-
-    def _lost(self, messages: int) -> None:
-        self.counters.add("kv_messages_lost", messages)
-
-    def _on_loop(self, function: Callable[[Argument], None], argument: Argument) -> None:
-        # The event loop may already be closed at shutdown. The message is then dropped.
-        with contextlib.suppress(RuntimeError):
-            self._loop.call_soon_threadsafe(function, argument)
+    def _queue(self, end: KvEnd, message: KvMessage) -> None:
+        line = self.lines.get(end)
+        if line is None and not self.closed:
+            line = self.lines[end] = _Line(self, end, Connection(end.control, self._credentials))
+        if line is None or len(line.waiting) >= self._queue_messages:
+            self.counters.add("kv_messages_lost")
+        else:
+            line.waiting.append(message)
+            line.stirred.set()
 
 
 class _Line:
+    """The messages to one destination. It ends after some time without messages, or if the
+    destination does not answer. The next message begins another."""
+
     def __init__(self, link: GrpcKvLink, end: KvEnd, connection: Connection) -> None:
+        self.waiting: deque[KvMessage] = deque()
         self.stirred = asyncio.Event()
         self._link = link
         self._end = end
@@ -170,16 +121,27 @@ class _Line:
                         self.stirred.wait(), self._link.timeouts.link_idle_seconds
                     )
                 except TimeoutError:
-                    return
-                self.stirred.clear()
-                while messages := self._link.next_batch(self._end):
-                    if not await self._send(messages):
-                        self._link.give_up(self._end, len(messages))
+                    if not self.waiting:
                         return
-                    self._link.counters.add("kv_messages_sent", len(messages))
+                self.stirred.clear()
+                if not await self._send_waiting():
+                    return
         finally:
-            self._link.forget(self._end, self)
+            self._link.lines.pop(self._end, None)
             await self._connection.aclose()
+
+    async def _send_waiting(self) -> bool:
+        counters = self._link.counters
+        while self.waiting:
+            batch = [self.waiting.popleft() for _ in range(min(len(self.waiting), BATCH_MESSAGES))]
+            if not await self._send(batch):
+                lost = len(batch) + len(self.waiting)
+                counters.add("kv_messages_lost", lost)
+                control = self._end.control
+                log.warning("%s does not answer on the KV plane: %d messages lost", control, lost)
+                return False
+            counters.add("kv_messages_sent", len(batch))
+        return True
 
     async def _send(self, messages: list[KvMessage]) -> bool:
         envelope = KvEnvelope(self._link.end, self._end.boot_id, tuple(messages))
@@ -189,10 +151,8 @@ class _Line:
                 await self._port.send(envelope)
                 return True
             except JdisaggError as error:
-                if (
-                    not isinstance(error, UnavailableError)
-                    or asyncio.get_running_loop().time() > until
-                ):
+                late = asyncio.get_running_loop().time() > until
+                if late or not isinstance(error, UnavailableError):
                     log.debug("KV plane: %s: %s", self._end.control, error)
                     return False
             await asyncio.sleep(self._link.timeouts.link_pause_seconds)

@@ -4,7 +4,7 @@ A span is a batch of generated tokens of one sequence. Each calling process has 
 session, with the spans of all reservations that it started. When the stream ends, all reservations
 and sequences of the session are cancelled, because the caller can no longer receive their tokens.
 The buffer's size is bounded by the number of tokens of the session's reservations
-(worker/span_stream.py). A slow caller blocks neither the worker nor other sessions."""
+(worker/tasks.py). A slow caller blocks neither the worker nor other sessions."""
 
 import asyncio
 import logging

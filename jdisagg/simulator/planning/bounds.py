@@ -13,9 +13,9 @@ import numpy as np
 
 from jdisagg.config import Mode
 from jdisagg.costs.cost_model import CostModel, wire_bytes_per_token
-from jdisagg.costs.exposed import exposed_seconds
 from jdisagg.costs.hardware import Link
 from jdisagg.costs.kv_facts import sent_part
+from jdisagg.costs.speeds import exposed_seconds
 from jdisagg.errors import ConfigError
 from jdisagg.layout.axes import Layout
 from jdisagg.simulator.planning.candidates import Candidate, Fitting, Site, handoff_path

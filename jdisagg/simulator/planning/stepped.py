@@ -13,8 +13,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from jdisagg.config import Mode
-from jdisagg.costs.exposed import exposed_seconds
 from jdisagg.costs.hardware import Link
+from jdisagg.costs.speeds import exposed_seconds
 from jdisagg.router.placement import most_queued_seconds
 from jdisagg.simulator.fleet import Fleet, Pool
 from jdisagg.simulator.planning.candidates import Candidate, Site, handoff_path

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from jdisagg.scheduler.executor import MeshLimits
 from jdisagg.scheduler.prefill_batches import gathers
-from jdisagg.scheduler.step_policy import Action, StepSnapshot, next_step
+from jdisagg.scheduler.turn import Action, StepSnapshot, next_step
 from jdisagg.simulator.executor import SimulatedExecutor
 from jdisagg.simulator.step_costs import Pace, StepCosts
 

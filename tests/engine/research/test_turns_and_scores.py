@@ -75,6 +75,7 @@ def test_a_prompt_in_turns_gives_the_tokens_of_the_whole(
         assert tokens == tuple(expected.greedy[:NEW_TOKENS])
 
 
+@pytest.mark.ci
 def test_a_turn_after_an_answer_is_as_a_prefill_of_all_of_it(
     engine: Engine, golden: Expected
 ) -> None:

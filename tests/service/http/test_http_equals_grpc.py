@@ -84,11 +84,12 @@ def some_request(draw: random.Random, number: int) -> dict[str, Any]:
 
 async def test_random_requests_are_the_same_at_both_doors_and_get_the_same() -> None:
     """Of all parameters, and of those that only one field of HTTP has. The model has no reasoning
-    to limit (tests/service/http/test_http_thinking_budget.py)."""
+    to limit (tests/service/http/test_http_thinking_budget.py), and no experts."""
     draw = random.Random(7)
     requests = [some_request(draw, number) for number in range(21)]
     every = SamplingOptions.__annotations__.keys() | {"priority", "tenant", "cache_salt"}
-    assert every - {"thinking_budget"} <= {name for asked in requests for name in asked}
+    drawn = {name for asked in requests for name in asked}
+    assert every - {"thinking_budget", "return_routed_experts"} <= drawn
     async with http_door(template=TEMPLATE) as door, AsyncClient(door.target) as client:
         for number, asked in enumerate(requests):
             await both(door, client, asked, stream=number % 2 == 0)

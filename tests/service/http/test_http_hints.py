@@ -14,6 +14,8 @@ from tests.service.http_doors import CHATS, MESSAGES, RESPONSES, HttpDoor, http_
 HI: Any = {"max_tokens": 4, "messages": [{"role": "user", "content": "hi"}]}
 ASKED = {CHATS: HI, MESSAGES: HI, RESPONSES: {"input": "hi"}}
 EPHEMERAL = {"type": "ephemeral"}
+PAUSE = {"nvext": {"agent_hints": {"pause_seconds": 40}}}
+NEGATIVE = {"nvext": {"agent_hints": {"pause_seconds": -1}}}
 
 
 def retained(seconds: float, weight: float = USUAL_WEIGHT) -> Retention:
@@ -34,6 +36,11 @@ async def test_each_name_gives_the_one_form_and_none_gives_nothing(path: str) ->
             ({}, None, ""),
             ({"prompt_cache_key": "k"}, Hints("k"), ""),
             ({"session_id": "s", "prompt_cache_key": "k"}, Hints("s"), ""),
+            (
+                {"session_id": "s", "nvext": {"agent_hints": {"pause_seconds": 40}}},
+                Hints("s", pause_seconds=40.0),
+                "",
+            ),
             ({"prompt_cache_retention": "24h"}, Hints("", retained(86_400.0)), ""),
             ({"prompt_cache_retention": "in_memory"}, Hints("", retained(600.0)), ""),
             ({"cache_control": EPHEMERAL}, Hints("", retained(300.0)), ""),
@@ -78,6 +85,8 @@ async def test_wrong_hints_are_refused_with_their_names() -> None:
             (MESSAGES, HI | marked, "messages[0].content[0].cache_control.ttl must be one of"),
             (CHATS, HI | {"session_id": 3}, "session_id must be a string"),
             (CHATS, HI | {"prompt_cache_key": "k" * 300}, "prompt_cache_key may hold at most 256"),
+            (CHATS, HI | PAUSE, "nvext.agent_hints.pause_seconds=40 is that of a session"),
+            (CHATS, HI | {"session_id": "s"} | NEGATIVE, "pause_seconds must be in [0, 86400"),
             (CHATS, HI | {"session_params": {"id": "s"}}, "its key as session_id"),
         ]
         assert not await taken(door, rows)

@@ -67,7 +67,7 @@ HONOURED: dict[str, Any] = {
     **_all("add_generation_prompt skip_special_tokens", False),
     **_all(
         "continue_final_message ignore_eos include_stop_str_in_output logprobs no_stop_trim"
-        " return_token_ids stream",
+        " return_routed_experts return_token_ids stream",
         True,
     ),
     **_all("frequency_penalty presence_penalty temperature top_p", 0.5),
@@ -106,8 +106,8 @@ HONOURED: dict[str, Any] = {
 # Values that would change tokens, or promise what the reply does not have.
 REFUSED: dict[str, Any] = {
     **_all(
-        "background enable_response_messages return_hidden_states return_routed_experts"
-        " return_sampling_mask use_beam_search watermark watermarking",
+        "background enable_response_messages return_hidden_states return_sampling_mask"
+        " use_beam_search watermark watermarking",
         True,
     ),
     **_all("best_of bootstrap_room truncate_prompt_tokens", 3),
@@ -180,6 +180,7 @@ OWN: dict[tuple[str, str], Verdict] = {
     (COMPLETIONS, "echo"): Honoured(True),
     (COMPLETIONS, "logprobs"): Honoured(2),
     (RESPONSES, "prompt"): Refused({"id": "pmpt_1"}),
+    (RESPONSES, "return_routed_experts"): Refused(True),
     (RESPONSES, "parallel_tool_calls"): Honoured(False, FLAT_TOOLS | FORCED),
     (RESPONSES, "tool_choice"): Honoured("required", FLAT_TOOLS),
     (RESPONSES, "tools"): Honoured(FLAT_TOOLS["tools"]),

@@ -1,0 +1,152 @@
+"""The cached KV of one worker, in pages and in slower tiers: what is used, dropped and shown."""
+
+from collections.abc import Iterable, Iterator, Mapping
+
+from jdisagg.messages.worker_status import KeptTier
+from jdisagg.plain import plain
+from jdisagg.scheduler.executor import MeshLimits
+from jdisagg.scheduler.residency import Residency
+from jdisagg.scheduler.sequences import Prompt
+from jdisagg.telemetry import Counters
+from jdisagg.worker.given_kv import GivenKv
+from jdisagg.worker.kv_sources import KvSources, RestoredBlocks
+
+SHOWN_BYTES = 8  # leading bytes of a name that are shown
+
+Listed = Iterable[tuple[int, bytes, int, bool]]
+
+
+@plain
+class KeptBlock:
+    """One cached block in one tier: device pages, host memory or disk. A block that is in several
+    tiers is listed for each.
+
+    Attributes:
+        rank: Data-parallel rank whose pages hold or held the block; 0 if an earlier run of the
+            worker wrote the block to disk.
+        name: First hexadecimal digits of the block's keyed hash. Blocks with the same hash have the
+            same tokens, the same preceding tokens and the same tenant.
+        index: Number of the block in its sequence, counted from 0. The block holds positions [index
+            * tokens, (index + 1) * tokens). The number is 0 if an earlier run of the worker wrote
+            the block to disk.
+        in_use: Whether a sequence uses the block or the block is being copied. A block in use
+            cannot be evicted.
+    """
+
+    worker: str
+    tier: str
+    rank: int
+    name: str
+    index: int
+    tokens: int
+    in_use: bool
+
+
+def kept_blocks(worker: str, kept: Residency, tiers: Mapping[str, Listed]) -> Iterator[KeptBlock]:
+    """Yields the cached blocks of a worker. Each tier lists its least recently used block first.
+    Blocks in pages are listed rank by rank, and those in use last.
+
+    Args:
+        tiers: For each tier other than pages, its name and its blocks. A block is given as (rank,
+            block name, index in its sequence, whether it is in use).
+    """
+    in_pages = [
+        (rank, name, index, held)
+        for rank, tree in enumerate(kept.trees)
+        for name, index, held in tree.by_last_use()
+    ]
+    for tier, blocks in {"pages": in_pages, **tiers}.items():
+        for rank, name, index, in_use in blocks:
+            shown = name[:SHOWN_BYTES].hex()
+            yield KeptBlock(worker, tier, rank, shown, index, kept.block_tokens, in_use)
+
+
+def kept_tiers(kept: Residency, mesh: MeshLimits) -> tuple[KeptTier, ...]:
+    """Returns the used and total bytes of the cached blocks in pages, and of snapshots."""
+    if not kept.on:
+        return ()
+    of_token = mesh.sent.bytes_per_token
+    room = mesh.ranks * mesh.pages_per_rank * mesh.page_size * of_token
+    blocks = kept.blocks
+    pages = KeptTier("pages", blocks, blocks * kept.block_tokens * of_token, room)
+    if not kept.snapshots:
+        return (pages,)
+    sizes = [(len(one), one.filled, one.total) for one in kept.snapshots]
+    count, filled, total = map(sum, zip(*sizes, strict=True))
+    size = mesh.snapshot_slot_bytes
+    return pages, KeptTier("snapshots", count, filled * size, total * size)
+
+
+class CachedKv:
+    """Counts the reuse of cached blocks, and drops blocks in all tiers together.
+
+    Args:
+        closed_seconds: Time after a drop in which no cached block is sent to other workers.
+    """
+
+    def __init__(
+        self,
+        sources: KvSources,
+        given: GivenKv,
+        mesh: MeshLimits,
+        counters: Counters,
+        closed_seconds: float,
+    ) -> None:
+        self._kept = sources.kept
+        self._sources = sources
+        self._given = given
+        self._mesh = mesh
+        self._counters = counters
+        self._closed_seconds = closed_seconds
+        self._forgotten = 0  # blocks that were cleared rather than evicted for lack of room
+
+    def tiers(self) -> tuple[KeptTier, ...]:
+        return (*kept_tiers(self._kept, self._mesh), *self._sources.stats())
+
+    def blocks(self, worker: str) -> Iterator[KeptBlock]:
+        tiers = {source.name: source.listed() for source in self._sources}
+        return kept_blocks(worker, self._kept, tiers)
+
+    def used(self, prompt: Prompt, rank: int, cached_tokens: int, restored: RestoredBlocks) -> None:
+        """Counts the cached tokens of a prompt that has pages, by tier."""
+        kept, counters = self._kept, self._counters
+        if cached_tokens:
+            self._sources.used(rank, prompt.chain[: cached_tokens // kept.block_tokens])
+        if kept.on:
+            counters.add("prefix_asked_tokens", prompt.tokens)
+            for tier, count in restored.split(rank, cached_tokens).by_tier().items():
+                if count or tier == "pages":
+                    counters.add("prefix_hit_tokens", count, tier=tier)
+            known = counters["prefix_blocks_evicted"] - self._forgotten
+            if kept.evicted_blocks > known:
+                count = kept.evicted_blocks - known
+                counters.add("prefix_blocks_evicted", count, cause="room")
+        if kept.snapshots:
+            made, used, evicted = (
+                sum([getattr(one, what) for one in kept.snapshots])
+                for what in ("made", "used", "evicted")
+            )
+            counters.add("snapshots_kept", made - counters["snapshots_kept"])
+            counters.add("snapshots_used", used - counters["snapshots_used"])
+            counters.add("snapshots_evicted", evicted - counters["snapshots_evicted"])
+
+    def forget(self, rank: int | None, cause: str) -> int:
+        """Drops the blocks in the pages of a rank, or of all, and in all other tiers. Returns their
+        number."""
+        self._given.close_for(self._closed_seconds)
+        elsewhere = self._sources.clear(cause)
+        blocks = self._kept.clear(rank)
+        self._forgotten += blocks
+        if blocks:
+            self._counters.add("prefix_blocks_evicted", blocks, cause=cause)
+        return blocks + elsewhere
+
+    def forget_broken(self, rank: int) -> None:
+        """Drops the blocks that may be the cause of a result that is no number."""
+        self.forget(rank, "broken")
+        self._sources.erase_later()
+
+    async def reset(self) -> int:
+        blocks = self.forget(None, "reset")
+        await self._sources.erase()
+        return blocks
