@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from jdisagg.config import EngineConfig, Mode, PrefixConfig
+from jdisagg.prompt.hints import Hints
 from jdisagg.request import Request
 from tests import time_scale
 from tests.end_to_end.clusters import Running, running
@@ -78,14 +79,19 @@ async def push_out(run: Running, tokens: int = 500) -> None:
 
 
 async def converse(
-    engine: EngineConfig, waves: int = 4, requests: int = 4, pushed_out: bool = False
+    engine: EngineConfig,
+    waves: int = 4,
+    requests: int = 4,
+    pushed_out: bool = False,
+    hints: tuple[Hints | None, ...] = (None,),
 ) -> tuple[list[object], Running, int]:
     """The streams, and how many tokens of prompts were not computed. `pushed_out`: after each wave
-    nothing is left in pages."""
+    nothing is left in pages. `hints`: those of the requests, in turn."""
     async with running(engine) as run:
         talk, streams, cached = Conversations(run, seed=11), [], 0
         for _ in range(waves):
             asked = talk.wave(requests)
+            asked = [replace(one, hints=hints[at % len(hints)]) for at, one in enumerate(asked)]
             done = await run.complete_all(asked)
             talk.heard(asked, done)
             if pushed_out:
