@@ -85,6 +85,7 @@ class ChunkAttention:
         self._layer: tuple[int, LayerPages, bool] = (0, (), False)  # the number of earlier ones
         self._selection: _Selection | None = None
         self._stored: dict[int, _Stored] = {}  # by place in the group
+        self._recorded = 0  # components of a layer that are written by `recording`
         self._in_pages, *in_windows = [
             _Places(
                 table_RN,
@@ -119,16 +120,14 @@ class ChunkAttention:
             **how: Unpack[AttendOptions],
         ) -> jax.Array:
             assert k_TKH is not None
-            kept = tuple(
-                as_kept(part, pages.dtype)
-                for part, pages in zip(
-                    seal(k_TKH, v_TKH, how.get("index")), layer_pages, strict=False
-                )
-            )
-            written = self._write(layer_pages, kept, places)
+            parts = seal(k_TKH, v_TKH, how.get("index"))
+            own, others = layer_pages[: len(parts)], layer_pages[len(parts) :]
+            assert len(others) <= self._recorded, "a layer stores what it has pages for"
+            kept = tuple(as_kept(part, pages.dtype) for part, pages in zip(parts, own, strict=True))
+            written = self._write(own, kept, places)
             stored = _Stored(written, [as_read(part, k_TKH.dtype) for part in kept], places)
             self._stored[len(self.pages)] = stored
-            self.pages.append(written + layer_pages[len(written) :])
+            self.pages.append(written + others)
             self.sent.append(tuple(part.swapaxes(0, 1) for part in kept if sends))
             return self._attended(q_TNH, stored, how, rows_alone)
 
@@ -147,6 +146,7 @@ class ChunkAttention:
             self.pages[-1] = self.pages[-1][:-1] + written
             self.sent[-1] += (part.swapaxes(0, 1),) * sends
 
+        self._recorded = 1
         return replace(shards, record=record)
 
     def reading(self, source: int, rows_alone: bool) -> Attend:
@@ -233,7 +233,7 @@ class ChunkAttention:
                 unique=False,
                 platform=self._shards.platform,
             )
-            for pages, part in zip(layer_pages, kept, strict=False)
+            for pages, part in zip(layer_pages, kept, strict=True)
         )
 
     def _past(

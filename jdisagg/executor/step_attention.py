@@ -1,6 +1,7 @@
 """Attention of a decode step over the KV pages: writes the keys and values of the step's rows, then
 attends from each row up to its own position."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import NamedTuple, Unpack, cast
@@ -39,6 +40,7 @@ class StepAttention:
         self._selected: Selected | None = None  # by the last layer with an indexer of positions
         # Pages of the present layer, those of earlier layers, and their number.
         self._layer: tuple[LayerPages, list[LayerPages], int] = ((), [], 0)
+        self._recorded = 0  # components of a layer that are written by `recording`
 
     def over(
         self,
@@ -65,8 +67,11 @@ class StepAttention:
             if source is not None:
                 return self._attend(q_TNH, layer_pages, places, how)
             assert k_TKH is not None
-            written = _write(layer_pages, places, k_TKH, v_TKH, how.get("index"))
-            keep.append(written + layer_pages[len(written) :])
+            parts = seal(k_TKH, v_TKH, how.get("index"))
+            own, others = layer_pages[: len(parts)], layer_pages[len(parts) :]
+            assert len(others) <= self._recorded, "a layer stores what it has pages for"
+            written = _write(own, places, parts)
+            keep.append(written + others)
             return self._attend(q_TNH, written, places, how)
 
         return attend
@@ -79,14 +84,15 @@ class StepAttention:
             if len(keep) == earlier:  # a layer that does not attend
                 keep.append(pages)
             part = experts_as_values(experts_TJ, pages[-1].shape[-1])
-            keep[-1] = keep[-1][:-1] + _write(pages[-1:], self._in_pages, part, None, None)
+            keep[-1] = keep[-1][:-1] + _write(pages[-1:], self._in_pages, (part,))
 
+        self._recorded = 1
         return replace(shards, record=record)
 
     def write(
         self, pages: LayerPages, k_TKH: jax.Array, v_TKH: jax.Array | None, index: Index | None
     ) -> LayerPages:
-        return _write(pages, self._in_pages, k_TKH, v_TKH, index)
+        return _write(pages, self._in_pages, seal(k_TKH, v_TKH, index))
 
     def read(self, q_TNH: jax.Array, pages: LayerPages, how: AttendOptions) -> jax.Array:
         return self._attend(q_TNH, pages, self._in_pages, how)
@@ -120,16 +126,10 @@ class StepAttention:
         return step.by_row(o_TNH.reshape(*positions_BQ.shape, *o_TNH.shape[1:]))
 
 
-def _write(
-    layer_pages: LayerPages,
-    places: _Places,
-    k_TKH: jax.Array,
-    v_TKH: jax.Array | None,
-    index: Index | None,
-) -> LayerPages:
+def _write(layer_pages: LayerPages, places: _Places, parts: Sequence[jax.Array]) -> LayerPages:
     return tuple(
         write_tokens(pages, part, places.page_B, places.slot_B, unique=True)
-        for pages, part in zip(layer_pages, seal(k_TKH, v_TKH, index), strict=False)
+        for pages, part in zip(layer_pages, parts, strict=True)
     )
 
 

@@ -29,6 +29,9 @@ class Row:
     site: Site
     finding: Finding
 
+    def at(self, rate: float) -> "Row":
+        return replace(self, finding=replace(self.finding, rate=rate))
+
     def named(self, several: bool = True) -> str:
         """Returns the candidate's name; with `several` pools also the kind of accelerators."""
         site, candidate = self.site, self.finding.candidate
@@ -217,15 +220,11 @@ def _changes(
         found = []
         for row in rows:
             planner = planner_of(_with_link(row.site, row.finding.candidate, factor))
-            rate = planner.stepped_rate(row.finding, asked)
-            found.append(replace(row, finding=replace(row.finding, rate=rate)))
+            found.append(row.at(planner.stepped_rate(row.finding, asked)))
         return worth(tuple(found), best)
 
-    unchanged = [
-        replace(row, finding=replace(row.finding, rate=known[row.site, row.finding.candidate]))
-        for row in one
-    ]
-    of_link = worth(tuple(unchanged), best), stepped(two, workload, speed)
+    unchanged = tuple([row.at(known[row.site, row.finding.candidate]) for row in one])
+    of_link = worth(unchanged, best), stepped(two, workload, speed)
     tried = (
         (f"a link {_times(speed)} as fast", *of_link),
         (f"prompts {_times(length)} as long", stepped(one, scaled), stepped(two, scaled)),
