@@ -120,8 +120,10 @@ class Admission:
             InvalidRequestError: It does not fit.
             HandoffError: `sent_from` is no position between blocks.
         """
-        self._check_images(request, computes)
-        self._check_experts(request)
+        if request.images:
+            self._check_images(request, computes)
+        if request.sampling.return_routed_experts:
+            self._check_experts(request)
         if sent_from is not None:
             return self._check_sent(request, children, sent_from)
         limits = self._state.limits
@@ -157,8 +159,6 @@ class Admission:
 
     def _check_images(self, request: Request, computes: bool) -> None:
         form = self._state.limits.images
-        if not request.images:
-            return
         if form is None:
             raise InvalidRequestError(
                 "images: this worker reads none, because its model has no vision encoder that is"
@@ -170,8 +170,6 @@ class Admission:
 
     def _check_experts(self, request: Request) -> None:
         limits, spec = self._state.limits, self._state.limits.kv_spec
-        if not request.sampling.return_routed_experts:
-            return
         if not spec.records:
             raise InvalidRequestError(
                 "return_routed_experts: this worker does not record the experts of tokens; start"

@@ -57,6 +57,7 @@ class DecodeState:
         self.growing: list[set[int]] = [set() for _ in range(limits.ranks)]
         self._priorities: Counter[int] = Counter()  # number of groups by priority
         self.news: list[ChildProgress] = []
+        self.ended: list[int] = []  # keys of groups
         self.preemptions = 0
         self.cut: list[int] = []  # owners of pages for other workers that sequences needed
         self.adapters = adapters or AdapterTable(limits.adapters)
@@ -155,6 +156,10 @@ class DecodeState:
     def take_news(self) -> list[ChildProgress]:
         news, self.news = self.news, []
         return news
+
+    def take_ended(self) -> list[int]:
+        ended, self.ended = self.ended, []
+        return ended
 
     def take_cut(self) -> list[int]:
         cut, self.cut = self.cut, []
@@ -299,6 +304,7 @@ class DecodeState:
     def _forget(self, group: SequenceGroup) -> None:
         self.release_root(group)
         del self.groups[group.key]
+        self.ended.append(group.key)
         priority = group.request.priority
         self._priorities[priority] -= 1
         if not self._priorities[priority]:

@@ -218,7 +218,7 @@ class Prompts:
 
     def __bool__(self) -> bool:
         """Returns whether a prompt is queued for chunks."""
-        return bool(self._batches)
+        return any(self._batches.queues)
 
     def __len__(self) -> int:
         """Returns the number of prompts that are not forgotten."""
@@ -272,6 +272,8 @@ class Prompts:
         return reuse
 
     def _joins(self, prompt: Prompt) -> int:
+        if not prompt.useful:
+            return 0
         self.look_up(prompt)
         known = max(prompt.known, default=0)
         leader = self._shared.leader(prompt.key, prompt.useful, known) if self._shares else None
@@ -371,16 +373,17 @@ class Prompts:
 
     def withdraw(self, key: int) -> None:
         """Takes the prompt's chunks that are not issued from the queue. Its pages are freed."""
-        self._batches.remove(key)
         if (prompt := self._prompts.get(key)) is not None:
+            self._batches.remove(prompt)
             prompt.rank = -1
 
     def forget(self, key: int) -> None:
-        if self._prompts.pop(key, None) is not None:
+        if (prompt := self._prompts.pop(key, None)) is not None:
             self._left_alone.discard(key)
-            self._batches.remove(key)
+            self._batches.remove(prompt)
             self.backlog.forget(key)
-            self._release(self._shared.end(key), ended=True)
+            if followers := self._shared.end(key):
+                self._release(followers, ended=True)
 
     # ---- chunks
 
@@ -434,7 +437,7 @@ class Prompts:
         self._times.took(chunk.chunk_tokens, seconds)
 
     def step_ended(self) -> None:
-        self._steps_waited = self._steps_waited + 1 if self._batches else 0
+        self._steps_waited = self._steps_waited + 1 if self else 0
 
 
 class Attempts:
@@ -486,9 +489,11 @@ class Backlog:
         self._prompts: dict[int, tuple[int, int, int]] = {}
 
     def add(self, key: int, tokens: int, cached_tokens: int = 0, priority: int = 0) -> None:
-        self.forget(key)
-        self._prompts[key] = cached_tokens, tokens, priority
-        self._count(cached_tokens, tokens, 1)
+        prompt = cached_tokens, tokens, priority
+        if self._prompts.get(key) != prompt:
+            self.forget(key)
+            self._prompts[key] = prompt
+            self._count(cached_tokens, tokens, 1)
 
     def by_priority(self) -> dict[int, int]:
         tokens: dict[int, int] = {}

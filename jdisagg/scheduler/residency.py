@@ -266,6 +266,9 @@ class Residency:
     Args:
         snapshots: Snapshots of recurrent state or of windows of each rank, from which a hit
             continues. Empty if a hit needs none.
+
+    Attributes:
+        evicted: What `take_evicted` returns next.
     """
 
     def __init__(
@@ -286,7 +289,7 @@ class Residency:
         self._trees = [self._tree(rank) for rank in range(len(ledgers))] if names else []
         self.cut_tokens = names.cut_tokens if names else None
         self._events: KeptEvents | None = None
-        self._given_up: list[Evicted] = []
+        self.evicted: list[Evicted] = []
         self._guests = 0
         self._holds: dict[int, int] = {}  # ranks of the owners that `hold` made, newest last
         self.epoch = 0  # counts clears; pages filled in an earlier epoch are not cached
@@ -305,7 +308,7 @@ class Residency:
     def _evicted(
         self, rank: int, name: bytes, index: int, pages: tuple[int, ...], awaited: bool
     ) -> None:
-        self._given_up.append(Evicted(rank, name, index, pages, awaited))
+        self.evicted.append(Evicted(rank, name, index, pages, awaited))
 
     def _changed(self, rank: int, name: bytes, added: bool) -> None:
         if self._events is not None:
@@ -390,9 +393,7 @@ class Residency:
     def take_evicted(self) -> list[Evicted]:
         """Returns the blocks that were evicted for lack of room since the last call. They can still
         be copied before the next command is issued."""
-        evicted = self._given_up
-        if evicted:
-            self._given_up = []
+        evicted, self.evicted = self.evicted, []
         return evicted
 
     def report(self, pending: Callable[[], None]) -> KeptEvents | None:
@@ -538,7 +539,7 @@ class Residency:
         Sequences keep their pages. Sequences from an earlier `epoch` must pass an empty chain to
         `let_go`, so that their blocks are not cached."""
         self.epoch += 1
-        self._given_up = [one for one in self._given_up if rank not in (None, one.rank)]
+        self.evicted = [one for one in self.evicted if rank not in (None, one.rank)]
         trees = self._trees if rank is None else self._trees[rank : rank + 1]
         blocks = sum([tree.clear() for tree in trees])
         if rank is None:
@@ -554,7 +555,7 @@ class Residency:
             tree.drop(names)
         for of_rank in self.snapshots:
             of_rank.take_evicted()
-        self._given_up = [one for one in self._given_up if one.name not in names]
+        self.evicted = [one for one in self.evicted if one.name not in names]
         self.retained.forget(names)
 
     def _first(self, chain: Chain, tokens: int) -> Chain:

@@ -103,10 +103,10 @@ class Sequence:
     aside_seconds: float = 0.0
     # while there are fewer generated tokens than this, no token ends the sequence or is reported
     uneventful: int = 0
+    rank: int = field(init=False)
 
-    @property
-    def rank(self) -> int:
-        return self.group.rank
+    def __post_init__(self) -> None:
+        self.rank = self.group.rank
 
     @property
     def position(self) -> int:
@@ -165,10 +165,10 @@ class SequenceGroup:
     chain: Chain = ()
     epoch: int = 0
     computes: bool = False
+    prompt_tokens: int = field(init=False)
 
-    @property
-    def prompt_tokens(self) -> int:
-        return len(self.request.prompt_token_ids)
+    def __post_init__(self) -> None:
+        self.prompt_tokens = len(self.request.prompt_token_ids)
 
     @property
     def known_tokens(self) -> tuple[int, ...]:
@@ -227,6 +227,9 @@ class Prompt:
         snapshots: Positions, ascending, at which snapshots of the state are wanted.
         issued_tokens: Number of leading positions that are cached or part of issued chunks.
         scores: Log-probabilities of the parts that are computed.
+        order: Sort key in the queue.
+        prompt_logprobs: Number of log-probabilities to return for each prompt token, or LAST or SUM
+            for a hidden state, or None.
     """
 
     key: int
@@ -256,28 +259,19 @@ class Prompt:
     issued_tokens: int = 0
     scores: list[PromptLogprobs] = field(default_factory=list)
     token_ids: tuple[int, ...] = field(init=False)
+    tokens: int = field(init=False)
+    priority: int = field(init=False)
+    order: tuple[float, int] = field(init=False)
+    prompt_logprobs: int | None = field(init=False)
 
     def __post_init__(self) -> None:
-        self.token_ids = self.request.prompt_token_ids + self.children[0].accepted
-
-    @property
-    def order(self) -> tuple[float, int]:
+        request, accepted = self.request, self.children[0].accepted
+        self.token_ids = request.prompt_token_ids + accepted
+        self.tokens = len(self.token_ids)
+        self.priority = request.priority
         since = self.arrival if self.since is None else self.since
-        return (since - head_start(self.priority), self.key)
-
-    @property
-    def priority(self) -> int:
-        return self.request.priority
-
-    @property
-    def tokens(self) -> int:
-        return len(self.token_ids)
-
-    @property
-    def prompt_logprobs(self) -> int | None:
-        """Number of log-probabilities to return for each prompt token, or LAST or SUM for a hidden
-        state, or None."""
-        return wanted_of_prompt(self.request, self.children[0].accepted)
+        self.order = (since - head_start(request.priority), self.key)
+        self.prompt_logprobs = wanted_of_prompt(request, accepted)
 
     @property
     def all_scores(self) -> PromptLogprobs | None:

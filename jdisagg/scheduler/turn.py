@@ -329,10 +329,8 @@ class Scheduler:
 
     def idle(self, steps_in_flight: bool) -> bool:
         """Whether a turn would decide nothing, because nothing waits or has ended."""
-        state = self._state
-        if self.admission.queue or self.prompts or self.prompts.released:
-            return False
-        if state.news or state.cut:
+        state, prompts = self._state, self.prompts
+        if self.admission.queue or prompts.released or state.news or state.cut or prompts:
             return False
         # what is ready or frozen may interrupt the running span
         spans = self._spans and steps_in_flight
@@ -341,7 +339,7 @@ class Scheduler:
     def turn(self, now: Facts) -> Turn:
         state, admission = self._state, self.admission
         state.residency.retained.advance(now.at)
-        if state.news:
+        if state.ended:
             self._forget_ended()
         stalled, full = _NONE_STALLED
         if now.offered_tokens:
@@ -359,17 +357,17 @@ class Scheduler:
         )
         if now.step is not None and not full:
             self._issue(turn, now, now.step, stalled)
-        if state.news:
+        if state.ended:
             self._forget_ended()
+        if state.news:
             turn.news = state.take_news()
         if state.cut:
             turn.cut = state.take_cut()
         return turn
 
     def _forget_ended(self) -> None:
-        for progress in self._state.news:
-            if progress.group_key not in self._state.groups:
-                self.prompts.forget(progress.group_key)
+        for key in self._state.take_ended():
+            self.prompts.forget(key)
 
     def _issue(self, turn: Turn, now: Facts, step: int, stalled: frozenset[str]) -> None:
         if not self._decodes:
@@ -391,7 +389,8 @@ class Scheduler:
                 steps = self.batches.next_step(step, decision.quiet, drafts=not snapshot.mixes)
                 if copies := self.batches.take_snapshots():
                     turn.copies.append(copies)
-                self._forget_ended()  # of sequences that lost their pages to running ones
+                if self._state.ended:
+                    self._forget_ended()  # of sequences that lost their pages to running ones
                 if steps is None and snapshot.prompts_queued:
                     turn.command = self.prompts.next_chunk(step)
                     return
@@ -433,13 +432,14 @@ class Scheduler:
 
     def ended(self, command: StepCommand, seconds: float) -> None:
         """Records that a command ran for some seconds."""
-        if isinstance(command, DecodeSteps) and self._times.chunks and not command.drafts:
-            chunk_tokens = command.chunk.chunk_tokens if command.chunk else 0
-            sequences = max(map(len, command.slots))
-            self._times.took(sequences, chunk_tokens, seconds / command.steps)
         if self.chunk_tokens:
             self.prompts.step_ended()
-        self._count_drafts()
+        if isinstance(command, DecodeSteps):
+            self._count_drafts()
+            if self._times.chunks and not command.drafts:
+                chunk_tokens = command.chunk.chunk_tokens if command.chunk else 0
+                sequences = max(map(len, command.slots))
+                self._times.took(sequences, chunk_tokens, seconds / command.steps)
 
     def _count_drafts(self) -> None:
         every, counters = self.batches.forced_tokens, self._counters
@@ -452,7 +452,9 @@ class Scheduler:
     def loads(self) -> tuple[PriorityLoad, ...]:
         """Returns the load by priority."""
         held, queued = self._state.priorities(), self.prompts.backlog.by_priority()
-        waiting = self.admission.priorities()
+        waiting = self.admission.priorities() if self.admission.queue else {}
+        if not (held or queued or waiting):
+            return ()
         return tuple(
             [
                 PriorityLoad(one, *held.get(one, (0, 0)), waiting.get(one, 0), queued.get(one, 0))

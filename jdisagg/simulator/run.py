@@ -313,6 +313,7 @@ class _Run:
             deadline_seconds=arrival.deadline,
             tenant=arrival.tenant,
             priority=arrival.priority,
+            life=number + 1,
             hints=arrival.hints,
         )
 

@@ -153,8 +153,6 @@ class HostTier(KvSource):
         because a block is of use only after all blocks before it. They are copied last, so that
         they also stay longer."""
         evicted = self._kept.take_evicted()
-        if not (evicted or self._kept.snapshots):
-            return
         snapshots = [
             (rank, gone)
             for rank, of_rank in enumerate(self._kept.snapshots)

@@ -132,7 +132,7 @@ class MeshWorker(ABC):
             self._break_down,
             self._clock.now,
             depth,
-            before=lambda: self._host.copy_evicted(),
+            before=self._copy_evicted,
         )
         self._connections: list[Peers] = []
         self._calls = SideCalls(self.counters, limits.timeouts.handoff)
@@ -206,6 +206,10 @@ class MeshWorker(ABC):
             fetch = PeerFetch(kept, loop, mesh, connected, self._limits, prices, self.counters)
             sources.append(fetch)
         return KvSources(kept, mesh.page_size, self.counters, now, sources, self._admission.spares)
+
+    def _copy_evicted(self) -> None:
+        if self._kept.evicted or self._kept.snapshots:
+            self._host.copy_evicted()
 
     # ---- from start to stop
 

@@ -51,7 +51,7 @@ class PromptSender:
         self._loop = loop
         self._ids = ids
         self._key = checksum_key
-        self._unsent: deque[PromptTask] = deque()  # whose last chunk is issued
+        self.unsent: deque[PromptTask] = deque()  # whose last chunk is issued
 
     def announce(
         self, chunk: PrefillChunk, tasks: Mapping[int, PromptTask], now: float
@@ -69,7 +69,7 @@ class PromptSender:
             task.handoff.announce(_offers_of_row(row))
             if row.samples:
                 task.extracting = 1  # until it is known how many
-                self._unsent.append(task)
+                self.unsent.append(task)
         return msgspec.structs.replace(chunk, checksum_key=self._key) if sent else chunk
 
     def computed(
@@ -85,8 +85,8 @@ class PromptSender:
 
     def send_cached(self) -> None:
         """Offers the cached positions of the prompts whose last chunk is issued."""
-        while self._unsent:
-            self._send_cached(self._unsent.popleft())
+        while self.unsent:
+            self._send_cached(self.unsent.popleft())
 
     def _send_cached(self, task: PromptTask) -> None:
         prompt, handoff, limits = task.prompt, task.handoff, self._state.limits
@@ -178,7 +178,8 @@ class MigrationSender:
         return handoff.handoff_id
 
     def poke(self) -> None:
-        self._changed.set()
+        if self._migrations:
+            self._changed.set()
 
     def abort(self, key: int, reason: str) -> None:
         migration = self._migrations.get(key)

@@ -135,16 +135,18 @@ class PromptTask:
         computes: bool,
     ) -> "PromptTask":
         """`computes`: whether the mesh computes every prompt."""
-        prompt, handoff = Prompt(key, call.request, call.children, arrival, call.attempt), None
+        request, children, attempt = call.request, call.children, call.attempt
+        handoff = since = None
         if isinstance(call, PrefillCall):
-            until, destination = now + call.deadline_seconds, call.destination
-            handoff = OutgoingHandoff(call.handoff_id, call.attempt, key, until, destination)
-            prompt.decodes, prompt.destination = False, destination
-            prompt.offers_from = call.from_token if destination else None
+            until, to = now + call.deadline_seconds, call.destination
+            handoff = OutgoingHandoff(call.handoff_id, attempt, key, until, to)
+            prompt = Prompt(key, request, children, arrival, attempt, decodes=False, destination=to)
+            prompt.offers_from = call.from_token if to else None
         else:
-            prompt.computes = call.computes or computes
             if call.aside_seconds is not None:
-                prompt.since = arrival + max(0.0, call.age_seconds - call.aside_seconds)
+                since = arrival + max(0.0, call.age_seconds - call.aside_seconds)
+            computes = computes or call.computes
+            prompt = Prompt(key, request, children, arrival, attempt, computes, since=since)
         answer = asyncio.get_running_loop().create_future()
         return cls(prompt, call, RestoredBlocks(block_tokens), now, answer, handoff)
 
@@ -185,9 +187,12 @@ class PromptTasks(dict[int, PromptTask]):
         Args:
             groups: Sequences by the keys of their prompts.
         """
-        indices = {child.index for child in call.children}
         superseded: list[PromptTask] = []
-        for key, task in self._of_request.get(call.request.identity, {}).items():
+        tasks = self._of_request.get(call.request.identity)
+        if tasks is None:
+            return superseded
+        indices = {child.index for child in call.children}
+        for key, task in tasks.items():
             children: set[int] = set()
             if (group := groups.get(key)) is not None:
                 children = {child.child for child in group.alive}

@@ -59,7 +59,7 @@ from jdisagg.request import FinishReason, Request
 from jdisagg.scheduler.executor import Executor
 from jdisagg.scheduler.handoff import HandoffEvent, HandoffState
 from jdisagg.scheduler.prompts import check_queue
-from jdisagg.scheduler.sequences import ChildProgress, Prompt, SequenceGroup, Stage
+from jdisagg.scheduler.sequences import ChildProgress, SequenceGroup, Stage
 from jdisagg.scheduler.turn import Facts, Turn
 from jdisagg.worker.incoming_handoff import Received
 from jdisagg.worker.incoming_kv import IncomingKv
@@ -101,33 +101,34 @@ class Worker(MeshWorker):
         prompts = self._prompts
         for prompt in prompts.take_released() if prompts.released else ():
             self._seek(self._tasks[prompt.key])
-        self._sender.send_cached()
-        command = None
-        if not self._scheduler.idle(step is None or self._loop.in_flight(DecodeSteps)):
-            turn = self._scheduler.turn(self._facts(step))
+        if self._sender.unsent:
+            self._sender.send_cached()
+        newest, command = self._loop.newest(DecodeSteps) if self._decodes else 0, None
+        if not self._scheduler.idle(step is None or newest > 0):
+            turn = self._scheduler.turn(self._facts(step, newest))
             for copies in turn.copies:
                 self._loop.fire(CopyPages(self._loop.next_number(), (), copies))
             command = self._carry_out(turn)
         if command is None:
-            self._host.copy_evicted()  # otherwise before the command
+            self._copy_evicted()  # otherwise before the command
         if prompts.released:
             self._loop.wake()
         if self._draining:
             self._quiet.set()
         return command
 
-    def _facts(self, step: int | None) -> Facts:
-        decodes, loop, now = self._decodes, self._loop, self._clock.now()
-        spans = self._interruptible is not None
-        newest = loop.newest(DecodeSteps) if step is not None and decodes else 0
-        works = not decodes and (self._admission.queue or self._prompts)
+    def _facts(self, step: int | None, newest: int) -> Facts:
+        """`newest`: number of the newest decode steps in flight, or 0."""
+        now, incoming = self._clock.now(), self._incoming
+        works = not self._decodes and (self._admission.queue or self._prompts)
+        waits = step is not None and self._interruptible is None
         return Facts(
             step,
             now + self._limits.reservation_lease_seconds,
             newest > 0,
-            loop.in_flight(PrefillChunk),
-            not spans and step is not None and self._incoming.arriving,
-            not spans and newest > 0 and self._incoming.completing_before(newest),
+            self._loop.newest(PrefillChunk) > 0,
+            waits and incoming.arriving,
+            waits and newest > 0 and incoming.completing_before(newest),
             self._outgoing.offered_tokens() if works else {},
             now,
         )
@@ -263,7 +264,7 @@ class Worker(MeshWorker):
     async def _enter(self, call: PrefillCall | ReserveCall, arrival: float) -> PromptTask:
         await self._compiled(call.request, call.deadline_seconds)
         async with self._adapters.held(call.request, call.deadline_seconds):
-            if self._decodes and len(self._waiting()) >= self._config.queue_limit:
+            if self._decodes and self._queue_full():
                 await asyncio.sleep(0)  # the turn that is due may give pages to some
             self._check(call)
             key, now, block = self._state.new_key(), self._clock.now(), self._kept.block_tokens
@@ -303,7 +304,7 @@ class Worker(MeshWorker):
         seeking, plan = self._tasks.seeking, None
         if task.handoff is not None:
             self._prompts.expect(prompt, follows or prompt.known_tokens)
-            if not follows:
+            if prompt.useful and not follows:
                 ahead = max(0, self._prompts.backlog.tokens - prompt.tokens + prompt.known_tokens)
                 plan = self._sources.best(replace(task.query, ahead_tokens=ahead))
         if plan is not None:
@@ -366,12 +367,14 @@ class Worker(MeshWorker):
         self._admission.check(
             request, children, sends or call.computes, call.from_token if sends else None
         )
-        waiting = self._waiting()
-        check_queue(self.name, waiting, request.priority, self._config.queue_limit)
+        if self._queue_full():
+            waiting = [*self._admission.queue, *self._tasks.seeking.values()]
+            check_queue(self.name, waiting, request.priority, self._config.queue_limit)
 
-    def _waiting(self) -> list[Prompt]:
-        """Returns the prompts without pages."""
-        return [*self._admission.queue, *self._tasks.seeking.values()]
+    def _queue_full(self) -> bool:
+        """Returns whether as many prompts wait for pages as may wait."""
+        waiting = len(self._admission.queue) + len(self._tasks.seeking)
+        return waiting >= self._config.queue_limit
 
     def _supersede(self, call: PrefillCall | ReserveCall) -> None:
         for task in self._tasks.superseded(call, self._state.groups):
