@@ -29,6 +29,7 @@ class PromptRoom:
         self.states = StateSlots(limits)
         count = limits.ranks if limits.window_pages_per_rank else 0
         self.windows = [WindowPages(limits) for _ in range(count)]
+        self.on = self.states.on or count > 0  # otherwise there is always room
 
     def needed(self, tokens: int) -> int:
         return self.windows[0].needed(tokens) if self.windows else int(self.states.on)
@@ -90,10 +91,7 @@ class StateSlots:
         self._each = int(limits.kv_spec.has_state or limits.ring_pages > 0)
         self._ledgers = [PageLedger(limits.state_slots_per_rank) for _ in range(limits.ranks)]
         self._totals = tuple([ledger.total_pages for ledger in self._ledgers])
-
-    @property
-    def on(self) -> bool:
-        return bool(self._each)
+        self.on = self._each > 0
 
     def free_slots(self, rank: int) -> int:
         return self._ledgers[rank].free_pages

@@ -232,9 +232,9 @@ class Prompts:
             shared: Whether the prompt may wait for blocks of other prompts, and they for its own.
         """
         self._prompts[prompt.key] = prompt
-        if named:
+        if named and self._kept.on:
             self._name(prompt)
-        if shared:
+        if shared and prompt.chain:
             self._shared.begin(prompt.key, prompt.order, prompt.chain)
         return prompt
 
@@ -265,6 +265,8 @@ class Prompts:
         """Looks a prompt up. If another prompt will compute blocks of it, and waiting for them is
         faster than computing them, the prompt waits. Then returns the number of its leading
         positions that will be cached, otherwise 0."""
+        if not prompt.useful:
+            return 0
         reuse = self._joins(prompt)
         if not reuse and prompt.key in self._left_alone:
             self._counters.add("prefix_waits_taken_over")
@@ -272,8 +274,6 @@ class Prompts:
         return reuse
 
     def _joins(self, prompt: Prompt) -> int:
-        if not prompt.useful:
-            return 0
         self.look_up(prompt)
         known = max(prompt.known, default=0)
         leader = self._shared.leader(prompt.key, prompt.useful, known) if self._shares else None
@@ -333,7 +333,7 @@ class Prompts:
     @property
     def queued(self) -> list[Prompt]:
         """The prompts that are queued for chunks."""
-        return list(self._batches)
+        return [one for queue in self._batches.queues for one in queue]
 
     def stall_those_to(self, destinations: Collection[str]) -> set[int]:
         """Lets no prompt wait for prompts to these destinations. Returns their keys."""
@@ -364,8 +364,10 @@ class Prompts:
         prompt.pages, prompt.windows = state.ledgers[rank].pages(key), windows
         prompt.state = state.states.slot(rank, key)
         prompt.samples, prompt.adapter = samples, state.adapters.slot_of(prompt.request)
-        wanted = self._kept.wanted_snapshots(rank, prompt.chain, prompt.tokens, cached_tokens)
-        prompt.snapshots = () if windows else wanted
+        prompt.snapshots = ()
+        if self._kept.snapshots and not windows:
+            wanted = self._kept.wanted_snapshots(rank, prompt.chain, prompt.tokens, cached_tokens)
+            prompt.snapshots = wanted
         prompt.images = prompt.request.scoped_images
         self._batches.add(prompt)
         self.expect(prompt, cached_tokens)

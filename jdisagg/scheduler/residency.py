@@ -280,6 +280,7 @@ class Residency:
     ) -> None:
         self._ledgers = ledgers
         self._names = names
+        self.on = names is not None
         self._page_size = page_size
         self.block_tokens = math.lcm(names.grain_tokens, page_size) if names else 0
         self.log = KeptLog()
@@ -313,10 +314,6 @@ class Residency:
     def _changed(self, rank: int, name: bytes, added: bool) -> None:
         if self._events is not None:
             self._events.changed(rank, name, added)
-
-    @property
-    def on(self) -> bool:
-        return self._names is not None
 
     @property
     def keeps_answers(self) -> bool:

@@ -25,7 +25,7 @@ import msgspec
 from jdisagg.config import InstanceConfig
 from jdisagg.messages.step_commands import DecodeSteps, StepCommand
 from jdisagg.messages.worker_status import PriorityLoad, WorkerRole
-from jdisagg.scheduler.admission import Admission, StateCopies, stalled_destinations
+from jdisagg.scheduler.admission import Admission, Admitted, StateCopies, stalled_destinations
 from jdisagg.scheduler.decode_batches import DecodeBatches
 from jdisagg.scheduler.decode_state import DecodeState
 from jdisagg.scheduler.prompts import Prompts
@@ -330,7 +330,9 @@ class Scheduler:
     def idle(self, steps_in_flight: bool) -> bool:
         """Whether a turn would decide nothing, because nothing waits or has ended."""
         state, prompts = self._state, self.prompts
-        if self.admission.queue or prompts.released or state.news or state.cut or prompts:
+        if self.admission.queue or prompts.released or state.news or state.cut:
+            return False
+        if self.chunk_tokens and prompts:
             return False
         # what is ready or frozen may interrupt the running span
         spans = self._spans and steps_in_flight
@@ -345,9 +347,10 @@ class Scheduler:
         if now.offered_tokens:
             stalled, full = stalled_destinations(now.offered_tokens, self._most_offered)
         yielded = 0
-        if state.ready:
+        if state.ready and not state.one_priority:
             yielded = sum(map(admission.give_way, self.batches.yielding_slots()))
-        admitted = admission.admit(now.lease_until, stalled)
+        waits = admission.queue or stalled
+        admitted = admission.admit(now.lease_until, stalled) if waits else Admitted()
         turn = Turn(
             admitted.prompts,
             admitted.groups,
@@ -451,10 +454,11 @@ class Scheduler:
 
     def loads(self) -> tuple[PriorityLoad, ...]:
         """Returns the load by priority."""
-        held, queued = self._state.priorities(), self.prompts.backlog.by_priority()
-        waiting = self.admission.priorities() if self.admission.queue else {}
-        if not (held or queued or waiting):
+        groups, waits, backlog = self._state.groups, self.admission.queue, self.prompts.backlog
+        if not (groups or waits or backlog.tokens):
             return ()
+        held, queued = self._state.priorities(), backlog.by_priority()
+        waiting = self.admission.priorities() if waits else {}
         return tuple(
             [
                 PriorityLoad(one, *held.get(one, (0, 0)), waiting.get(one, 0), queued.get(one, 0))

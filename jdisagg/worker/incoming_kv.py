@@ -67,7 +67,7 @@ class IncomingKv:
 
     def __len__(self) -> int:
         """Returns the number of transfers in progress."""
-        return len(self._handoffs())
+        return len(self._handoffs()) if self._incoming else 0
 
     @property
     def arriving(self) -> bool:

@@ -402,7 +402,7 @@ class MeshWorker(ABC):
             name=self.name,
             role=self.role,
             layout=self._layout,
-            running=len(self._prompts.placed),
+            running=sum(state.living) if self._decodes else len(self._prompts.placed),
             waiting=len(self._admission.queue),
             slots=mesh.ranks * mesh.rows_per_chunk,
             free_pages=tuple([ledger.free_pages for ledger in state.ledgers]),
@@ -433,7 +433,6 @@ class MeshWorker(ABC):
             return status
         return msgspec.structs.replace(
             status,
-            running=sum(state.living),
             slots=mesh.ranks * mesh.slots_per_rank,
             preemptions=state.preemptions,
             reserved_pages=state.reserved_pages(),

@@ -150,7 +150,7 @@ class Worker(MeshWorker):
             task.stream = SpanStream(group, self._hello.weights)
             if not task.answer.done():  # otherwise the call has been given up
                 task.answer.set_result(group)
-        if self._report(turn.news):
+        if turn.news and self._report(turn.news):
             self._wake_others()
         if turn.interrupt and self._interruptible is not None:
             self._interruptible.interrupt()
@@ -250,7 +250,8 @@ class Worker(MeshWorker):
                 child.aside_seconds = call.aside_seconds + self._clock.now() - began
         self._hold(group, call.deadline_seconds)  # a restore may outlast the lease
         try:
-            await self._restore(task, group)
+            if task.prompt.useful:
+                await self._restore(task, group)
         except BaseException:
             self._drop(group.key)
             raise
@@ -328,8 +329,6 @@ class Worker(MeshWorker):
     async def _restore(self, task: PromptTask, group: SequenceGroup) -> None:
         """Restores cached blocks to the pages of sequences."""
         prompt, kept, rank = task.prompt, self._kept, group.rank
-        if not prompt.useful:
-            return
         known = [0] * self._mesh.ranks
         known[rank] = group.cached_tokens // kept.block_tokens
         # a prefill worker would have to compute the accepted tokens before it sends their KV
