@@ -22,6 +22,7 @@ from jdisagg.messages.ports import HandoffSource
 from jdisagg.messages.worker_status import KeptTier
 from jdisagg.plain import plain
 from jdisagg.request import CachedTokens
+from jdisagg.scheduler.host_blocks import TierBlock
 from jdisagg.scheduler.prices import Instead, Prices
 from jdisagg.scheduler.residency import Chain, Residency
 from jdisagg.telemetry import Counters
@@ -104,6 +105,7 @@ class Restore:
         origins: Origin (name of the source) of each verified block, by its index in the plan's
             chain.
         snapshot_owner: Temporary owner of the pages of the snapshot; None if none is restored.
+        held: The blocks that the source reads, by their index in the plan's chain.
         closing: Functions that keep background work of the source from writing to the pages.
     """
 
@@ -113,11 +115,11 @@ class Restore:
     owner: int | None = None
     task: "asyncio.Task[None] | None" = None
     closing: list[Callable[[], None]] = field(default_factory=list)
-    held: dict[int, object] = field(default_factory=dict)
+    held: dict[int, TierBlock] = field(default_factory=dict)
     origins: dict[int, Origin] = field(default_factory=dict)
     moved_tokens: int = 0
     snapshot_owner: int | None = None
-    snapshot: object = None
+    snapshot: TierBlock | None = None
     restored: bool = False
 
     @property
@@ -165,6 +167,54 @@ class KvSource(Protocol):
         """Returns a plan to restore blocks from this source to the best rank, or None if computing
         is faster. Does not start the restore."""
         ...
+
+    def plan(
+        self,
+        kept: Residency,
+        query: RestoreQuery,
+        runs: Mapping[int, Sequence[int]],
+        snapshot: Callable[[int], int | None],
+        ahead_tokens: int = 0,
+    ) -> RestorePlan | None:
+        """Plans a restore to the rank that has most blocks then. If hits need snapshots, it has a
+        snapshot at its end. Returns None if computing is faster.
+
+        Args:
+            runs: The blocks after those in pages that the source can restore to each rank. Each is
+                1 if the source must move it, and 0 if it moves without cost.
+            snapshot: Function that returns the number of tokens that the snapshot after a number of
+                blocks moves, or None if the source has none.
+        """
+        chain, size = query.chain, kept.block_tokens
+        reach = {rank: query.known[rank] + len(run) for rank, run in runs.items()}
+        if kept.snapshots:
+            for rank, most in reach.items():
+                here, ends = kept.snapshots[rank], range(most, 0, -1)
+                usable = (
+                    end for end in ends if chain[end - 1] in here or snapshot(end) is not None
+                )
+                reach[rank] = next(usable, 0)
+        rank = max(reach, key=lambda one: (reach[one], query.known[one]))
+        end, known, moved_snapshot = reach[rank], query.known[rank], None
+        tokens, moved = (end - known) * size, sum(runs[rank][: max(0, end - known)]) * size
+        if kept.snapshots:
+            tokens = end * size - kept.cached_tokens(rank, chain[:end], end * size, True)
+            if tokens and chain[end - 1] not in kept.snapshots[rank]:
+                moved_snapshot = snapshot(end)
+        moved += moved_snapshot or 0
+        if not tokens or not self.prices.worth(moved, tokens + ahead_tokens, query.instead):
+            return None
+        return RestorePlan(
+            self,
+            rank,
+            chain[:end],
+            tokens,
+            moved,
+            ahead_tokens,
+            query.peer,
+            moved_snapshot is not None,
+            query.instead,
+        )
 
     def holding(self, restore: Restore) -> AbstractContextManager[None]:
         """Returns a context in which the blocks of a restore are not evicted. It must be entered

@@ -75,7 +75,7 @@ class SessionKv:
         kept, chain, now = self._kept, session.chain, self._now()
         in_pages = [name for name in chain if any(name in tree for tree in kept.trees)]
         in_host = [name for name in chain if self._host.blocks.arrived(name) is not None]
-        on_disk = list(filter(self._disk.blocks.readable, chain))
+        on_disk = list(filter(self._disk.blocks.arrived, chain))
         tokens = [len(found) * kept.block_tokens for found in (chain, in_pages, in_host, on_disk)]
         return SessionReport(
             self._worker,
@@ -103,7 +103,7 @@ class SessionKv:
                     block = await self._host.copied(rank, name, index)
                     if session.pause_until != until:
                         return
-                    if block and block.pieces[0].offer.rank == rank and name in session.own:
+                    if block and block.rank == rank and name in session.own:
                         self._kept.demote(rank, name)
 
     async def _restore(self, session: KeptSession) -> None:

@@ -155,7 +155,7 @@ class Disk(Host):
             self.blocks.written(block, 0.0)
 
     def has(self, number: int) -> bool:
-        return all(map(self.blocks.readable, self.names(number)))
+        return all(map(self.blocks.arrived, self.names(number)))
 
 
 TIERS = pytest.mark.parametrize("tier", [Pages, Host, Disk])

@@ -40,7 +40,7 @@ async def check_empty(cluster: Cluster) -> None:
     tier, mesh = cluster.decode._host, cluster.decode_mesh
     assert cluster.decode._sources.quiet and not cluster.decode._state.cut
     blocks = list(tier.blocks._blocks.values())
-    assert all(block.written and not block.held for block in blocks)
+    assert all(block.written and not block.readers for block in blocks)
     assert set(mesh.host) == {offer_id for block in blocks for offer_id in block.offer_ids}
     assert not mesh.pulled
 

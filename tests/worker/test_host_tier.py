@@ -50,7 +50,7 @@ async def test_streams_are_the_oracles_whatever_comes_back_and_nothing_is_left(
         assert worker.counters["host_blocks_broken"] == 0
         assert worker._sources.quiet and not mesh.pulled
         kept = list(tier.blocks._blocks.values())
-        assert all(block.written and not block.held for block in kept)
+        assert all(block.written and not block.readers for block in kept)
         assert len(kept) + tier.blocks.free == tier.blocks.capacity == blocks
         # what the mesh holds in host memory is what the worker knows of, and nothing else
         assert set(mesh.host) == {one for block in kept for one in block.offer_ids}

@@ -49,7 +49,7 @@ async def test_blocks_of_a_preempted_sequence_are_copied_though_nobody_asks_for_
     async with scarce(replace(ROOMY, always=False), pages=60) as cluster:
         for number in range(10, 60):
             await cluster.ask(long(number, max_tokens=1))
-        cluster.decode._host._asked._share = 0.0
+        cluster.decode._host.blocks.asked._share = 0.0
         declined = cluster.decode.counters["host_blocks_declined"]
         written = cluster.decode.counters["host_blocks_written"]
         await cluster.collect_all([long(number) for number in (1, 2, 3, 4)])
