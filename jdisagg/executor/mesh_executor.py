@@ -78,8 +78,7 @@ from jdisagg.messages.step_commands import (
 from jdisagg.model_api import Model, Shards
 from jdisagg.scheduler.blocks import layer_groups, stage_layers
 from jdisagg.scheduler.executor import MeshLimits
-from jdisagg.transfer.boxes import mesh_card
-from jdisagg.transfer.channel import Channel, PullTarget
+from jdisagg.transfer.channel import Channel, PullTarget, mesh_card
 from jdisagg.transfer.codec import check_codec
 from jdisagg.transfer.host_store import HostStore
 from jdisagg.transfer.pieces import NO_CODEC

@@ -21,8 +21,8 @@ from jax.experimental import transfer
 
 from jdisagg.errors import HandoffError, IncompatiblePeerError
 from jdisagg.layout.axes import Layout
+from jdisagg.layout.reshard_plan import HEAD_DIMENSION, head_granule
 from jdisagg.messages.kv_plane import KvMemory, Posted, PostedPiece
-from jdisagg.transfer.boxes import HEAD_DIMENSION, head_granule
 from jdisagg.transfer.channel import (
     BlockStamp,
     Channel,
