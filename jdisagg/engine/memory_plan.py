@@ -56,7 +56,7 @@ from jdisagg.scheduler.host_blocks import MOST_WRITING
 from jdisagg.worker.given_kv import MOST_CHUNKS, MOST_CHUNKS_OF_DECODE, MOST_GIVEN_WITH_STATE
 from jdisagg.worker.host_tier import MOST_SNAPSHOTS_WRITING
 from jdisagg.worker.incoming_handoff import BLOCKS_IN_FLIGHT
-from jdisagg.worker.peer_fetch import MOST_FETCHES
+from jdisagg.worker.incoming_kv import MOST_FETCHES
 
 # Default fraction of a host's memory. The rest is for XLA's fragmentation, Python and other
 # programs.

@@ -26,6 +26,7 @@ class PromptRoom:
     prompt is identified by its key (`owner`)."""
 
     def __init__(self, limits: MeshLimits) -> None:
+        self._limits = limits
         self.states = StateSlots(limits)
         count = limits.ranks if limits.window_pages_per_rank else 0
         self.windows = [WindowPages(limits) for _ in range(count)]
@@ -62,12 +63,13 @@ class PromptRoom:
             kept.begin_all_snapshots(rank, owner, cached, tokens)
         return table
 
-    def place(self, kind: KvKind, rank: int, owner: int, pages: Table) -> Sequence[int]:
-        """Returns the pages that hold one kind of a prompt's KV, given its ordinary pages. For
-        recurrent state, the only element is the state slot."""
-        if kind is KvKind.STATE:
-            return (self.states.slot(rank, owner),)
-        return self.windows[rank].table(owner) if kind is KvKind.WINDOW else pages
+    def place(self, kind: KvKind, rank: int, owner: int, tokens: int) -> Table:
+        """Returns the pages of windows after `tokens` tokens, or as its only element the slot of
+        recurrent state."""
+        if kind is KvKind.WINDOW and self.windows:
+            return self.windows[rank].table(owner)
+        slot = self.states.slot(rank, owner)
+        return (slot,) if kind is KvKind.STATE else self._limits.ring(slot, tokens)
 
     def free(self, rank: int, owner: int) -> None:
         if self.windows:

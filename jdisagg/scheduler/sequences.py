@@ -26,7 +26,7 @@ from jdisagg.plain import plain
 from jdisagg.prompt.images import PromptImage
 from jdisagg.prompt.logprobs import LAST, POOLINGS, PromptLogprobs
 from jdisagg.request import FinishReason, Request, TokenLogprobs
-from jdisagg.scheduler.acceptance import Acceptance
+from jdisagg.scheduler.draft_worth import Acceptance
 from jdisagg.scheduler.handoff import Handoff
 from jdisagg.scheduler.ngram import NgramSearch
 from jdisagg.scheduler.residency import Chain

@@ -12,8 +12,7 @@ from collections.abc import Sequence as Rows
 from typing import Any, NamedTuple, Protocol
 
 from jdisagg.messages.step_commands import NO_TOKEN, DraftRow
-from jdisagg.scheduler.acceptance import OVERALL_FADE, Acceptance
-from jdisagg.scheduler.draft_worth import DraftWorth
+from jdisagg.scheduler.draft_worth import OVERALL_FADE, Acceptance, DraftWorth
 from jdisagg.scheduler.executor import LONGEST_RUN, MeshLimits
 from jdisagg.scheduler.ngram import SIZES, NgramSearch
 from jdisagg.scheduler.sequences import Sequence

@@ -12,6 +12,7 @@ import contextlib
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 
+from jdisagg.clock import BackgroundTasks
 from jdisagg.errors import JdisaggError, UnavailableError
 from jdisagg.messages.step_commands import (
     SLOW,
@@ -29,7 +30,6 @@ from jdisagg.scheduler.host_blocks import TierBlock, TierRoom
 from jdisagg.scheduler.prices import Prices
 from jdisagg.scheduler.residency import Chain, Residency
 from jdisagg.telemetry import Counters
-from jdisagg.worker.background import BackgroundTasks
 from jdisagg.worker.host_tier import HostTier, tier_of
 from jdisagg.worker.kv_sources import KvSource, Origin, Restore, RestorePlan, RestoreQuery
 from jdisagg.worker.step_loop import StepLoop

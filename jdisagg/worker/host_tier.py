@@ -12,9 +12,13 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Protocol
 
+import msgspec
+
+from jdisagg.clock import BackgroundTasks
 from jdisagg.errors import JdisaggError
+from jdisagg.layout.kv_spec import KvKind
 from jdisagg.messages.ports import Offer
-from jdisagg.messages.step_commands import ExtractResult, StepResult
+from jdisagg.messages.step_commands import HOST, ExtractResult, ReleaseOffers, StepResult
 from jdisagg.messages.worker_status import KeptTier
 from jdisagg.scheduler.disk_blocks import FILE_EXTRA_BYTES
 from jdisagg.scheduler.executor import MeshLimits
@@ -27,17 +31,24 @@ from jdisagg.scheduler.host_blocks import (
     TierBlocks,
     TierRoom,
 )
+from jdisagg.scheduler.page_ledger import pages_for
 from jdisagg.scheduler.prices import Prices
 from jdisagg.scheduler.residency import Chain, Evicted, Residency
 from jdisagg.scheduler.snapshots import EvictedSnapshot
 from jdisagg.telemetry import Counters
-from jdisagg.worker.background import BackgroundTasks
-from jdisagg.worker.block_moves import HostPieces
+from jdisagg.worker.block_moves import (
+    ArrivingBlocks,
+    Destination,
+    extraction,
+    offers_of_pages,
+    snapshot_offers,
+)
 from jdisagg.worker.kv_sources import KvSource, Origin, Restore, RestorePlan, RestoreQuery
-from jdisagg.worker.outgoing_kv import offers_of_pages, snapshot_offers
+from jdisagg.worker.peers import PeerLink
 from jdisagg.worker.step_loop import StepLoop
 
 BLOCKS_AT_ONCE = 4  # number of blocks of one restore that are copied at the same time
+COPY_SECONDS = 10.0  # deadline of one piece in host memory; a slower host is treated as failing
 MOST_SNAPSHOTS_WRITING = 4  # most snapshots that are copied to host memory at the same time
 
 
@@ -111,7 +122,7 @@ class HostTier(KvSource):
         if self.on:
             # The key is the same in the next run of the worker, which reads the blocks on disk.
             key = int.from_bytes(kept.digest(b"jdisagg sums")[:8], "little") >> 1
-        self._pieces = HostPieces(loop, limits.page_size, key)
+        self._link = PeerLink(HOST, key, verify=True)
 
     def bytes_of_snapshots(self, room_bytes: int) -> int:
         """One snapshot always fits, unless it takes more than half of the tier."""
@@ -231,13 +242,18 @@ class HostTier(KvSource):
             return
         block = self._begin(shelf, rank, name, end)
         if block is not None:
-            copies = [self._pieces.copy_out(piece.offer, pages) for piece in block.pieces]
+            copies = [self._copy_piece(piece.offer, pages) for piece in block.pieces]
             task = shelf.copies[name] = self._tasks.spawn(self._write(shelf, block, copies))
             task.add_done_callback(lambda _: self._copied_out(shelf, name, task))
 
     def _copied_out(self, shelf: Shelf, name: bytes, task: "asyncio.Task[None]") -> None:
         if shelf.copies.get(name) is task:
             del shelf.copies[name]
+
+    def _copy_piece(self, offer: Offer, pages: tuple[int, ...]) -> "asyncio.Future[StepResult]":
+        number, size = self._loop.next_number(), self._limits.page_size
+        command = extraction(number, offer, pages, size, self._link.checksum_key)
+        return self._loop.submit(msgspec.structs.replace(command, to_host=True))
 
     async def copied(
         self, rank: int, name: bytes, index: int, snapshot: bool = False
@@ -418,13 +434,37 @@ class HostTier(KvSource):
     async def _copy_in(
         self, shelf: Shelf, block: TierBlock, rank: int, pages: tuple[int, ...]
     ) -> bool:
-        if await self._pieces.bring_back(block.pieces, rank, pages):
+        if await self._insert(block.pieces, rank, pages):
             return True
         if shelf.forget(block):
             of_snapshots = shelf is self.snapshots
             self._counters.add("host_snapshots_broken" if of_snapshots else "host_blocks_broken")
             self._dropped(shelf, (block,), "broken")
         return False
+
+    async def _insert(
+        self, pieces: tuple[HostPiece, ...], rank: int, pages: tuple[int, ...]
+    ) -> bool:
+        """Returns whether all pieces are written and all checksums match. After a cancellation
+        nothing more is written, so the pages may be reused immediately."""
+
+        def place(tokens: int) -> tuple[int, ...]:
+            return pages[: pages_for(tokens, self._limits.page_size)]
+
+        def snapshot(kind: KvKind, tokens: int) -> tuple[int, ...]:
+            return pages[:1] if kind is KvKind.STATE else place(tokens)
+
+        to = Destination(self._limits, rank, place, snapshot=snapshot)
+        blocks = ArrivingBlocks(self._loop, to, lambda: self._link, COPY_SECONDS, "host memory")
+
+        async def insert(piece: HostPiece) -> bool:
+            blocks.offered(piece.offer)
+            pulled = await blocks.pull(piece.offer)
+            if pulled is None or pulled.error:
+                return False
+            return not blocks.verify(piece.offer, await blocks.insert(piece.offer), piece.checksum)
+
+        return all(await asyncio.gather(*map(insert, pieces)))
 
     def failed(self, cause: str) -> None:
         if cause == "late":
@@ -450,7 +490,9 @@ class HostTier(KvSource):
             self._release(gone)
 
     def _release(self, gone: tuple[TierBlock, ...]) -> None:
-        self._pieces.release(tuple([offer_id for block in gone for offer_id in block.offer_ids]))
+        """Also those that are still being copied to host memory."""
+        if ids := tuple([offer_id for block in gone for offer_id in block.offer_ids]):
+            self._loop.fire(ReleaseOffers(self._loop.next_number(), ids, from_host=True))
 
 
 def tier_of(name: Origin, blocks: TierBlocks, snapshots: TierBlocks) -> KeptTier:

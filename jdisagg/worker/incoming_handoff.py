@@ -19,7 +19,7 @@ from jdisagg.messages.step_commands import InsertResult
 from jdisagg.prompt.logprobs import PromptLogprobs
 from jdisagg.telemetry import Counters
 from jdisagg.worker.block_moves import PATIENCE, ArrivingBlocks, Destination
-from jdisagg.worker.peers import LinkShare, SenderLine
+from jdisagg.worker.peers import SenderLine
 from jdisagg.worker.step_loop import StepLoop
 
 PULLS_IN_FLIGHT = 12
@@ -52,7 +52,6 @@ class IncomingHandoff:
         limits: LimitsConfig,
         counters: Counters,
         now: Callable[[], float],
-        share: LinkShare | None = None,
     ) -> None:
         self.line = line
         self.closed = False
@@ -63,7 +62,7 @@ class IncomingHandoff:
         self._timeouts = limits.timeouts.handoff
         self._counters = counters
         self._now = now
-        self._share = share or LinkShare()
+        self._share = line.share
         self._received = Received()
         self._sums: dict[int, asyncio.Future[int]] = {}
         self._computed_at: dict[int, float] = {}  # time when each block's checksum arrived
@@ -104,7 +103,7 @@ class IncomingHandoff:
     def kept_tokens(self) -> int:
         """Returns the number of leading positions for which every layer group has received KV."""
         blocks = [one for one in self._received.blocks if one.kind is KvKind.POSITIONS]
-        return _reach(blocks, self._to.layer_groups, self._to.cached_tokens)
+        return _reach(blocks, self._to.mesh.layer_groups, self._to.cached_tokens)
 
     async def receive(self) -> Received:
         """Receives all KV into the destination's pages and returns the result. Raises HandoffError
@@ -268,25 +267,24 @@ class IncomingHandoff:
                 expected.exception()
 
     def _check_coverage(self, end: HandoffEnd) -> None:
-        blocks, groups, windows = self._received.blocks, self._to.layer_groups, self._to.windows
+        blocks, mesh, windows = self._received.blocks, self._to.mesh, self._to.windows
         whole = _covers(
             [block for block in blocks if block.kind is KvKind.POSITIONS],
-            groups,
+            mesh.layer_groups,
             self._to.cached_tokens,
             end.tokens,
         )
-        if windows is not None:
+        if windows:
             seen = [block for block in blocks if block.kind is KvKind.WINDOW]
-            from_ = windows.seen_from(end.tokens)
-            whole &= _covers(seen, windows.layer_groups, from_, end.tokens)
+            whole &= _covers(seen, mesh.window_groups, mesh.seen_from(end.tokens), end.tokens)
         if not whole or len(blocks) != end.offers:
             raise HandoffError(
                 f"{self.line.name}: {len(blocks)} blocks came, which do not cover {end.tokens}"
-                f" positions of {groups} layer groups once each"
+                f" positions of {mesh.layer_groups} layer groups once each"
                 + (", or not what windows see" if windows else "")
             )
         states = sum(block.kind is KvKind.STATE for block in blocks)
-        if states != (self._to.state is not None):
+        if states != self._to.state:
             raise HandoffError(
                 f"{self.line.name}: the state came {states} times; a model that keeps some hands it"
                 " over once, others never"

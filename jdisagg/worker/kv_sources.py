@@ -17,6 +17,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
+from jdisagg.clock import BackgroundTasks
 from jdisagg.errors import JdisaggError, UnavailableError
 from jdisagg.messages.ports import HandoffSource
 from jdisagg.messages.worker_status import KeptTier
@@ -26,7 +27,6 @@ from jdisagg.scheduler.host_blocks import TierBlock
 from jdisagg.scheduler.prices import Instead, Prices
 from jdisagg.scheduler.residency import Chain, Residency
 from jdisagg.telemetry import Counters
-from jdisagg.worker.background import BackgroundTasks
 
 _log = logging.getLogger(__name__)
 
@@ -87,6 +87,10 @@ class RestorePlan:
     peer: HandoffSource | None = None
     snapshot: bool = False
     instead: Instead = "compute"
+
+    @property
+    def saving(self) -> float:
+        return self.source.prices.saving(self.moved_tokens, self.tokens, self.instead)
 
     @property
     def patience_seconds(self) -> float | None:
@@ -270,6 +274,9 @@ class KvSource(Protocol):
         """Yields (rank, name, index in sequence, in use) of blocks, least recently used first."""
         yield from ()
 
+    def let_go(self, owner: int) -> None:
+        """Writes nothing more to the pages of an owner. Idempotent."""
+
     def stop(self) -> None:
         """Cancels the source's background work."""
 
@@ -336,7 +343,7 @@ class KvSources:
             return None
         free = [one for one in self._sources if self._running[one.name] < one.most_restores]
         plans = [plan for source in free if (plan := source.worth(query)) is not None]
-        return max(plans, key=_saving, default=None)
+        return max(plans, key=lambda one: one.saving, default=None)
 
     def begin(
         self, plan: RestorePlan, restored: RestoredBlocks, done: Callable[[], None]
@@ -374,6 +381,8 @@ class KvSources:
         restore = self._owned.pop(owner, None)
         if restore is not None:
             restore.stop()
+        for source in self._sources:
+            source.let_go(owner)
 
     async def _restore_in_time(
         self,
@@ -506,7 +515,3 @@ class KvSources:
         self._tasks.cancel()
         for source in self._sources:
             source.stop()
-
-
-def _saving(plan: RestorePlan) -> float:
-    return plan.source.prices.saving(plan.moved_tokens, plan.tokens, plan.instead)

@@ -40,16 +40,14 @@ from jdisagg.scheduler.residency import BlockNames
 from jdisagg.scheduler.turn import Scheduler
 from jdisagg.telemetry import Counters
 from jdisagg.worker.adapter_loads import AdapterLoads
-from jdisagg.worker.background import SideCalls
 from jdisagg.worker.cached_kv import CachedKv, KeptBlock
 from jdisagg.worker.disk_tier import DiskTier
 from jdisagg.worker.given_kv import GivenKv
 from jdisagg.worker.host_tier import HostTier
-from jdisagg.worker.incoming_kv import IncomingKv
+from jdisagg.worker.incoming_kv import IncomingKv, KvEvents
 from jdisagg.worker.kv_sources import KvSource, KvSources
 from jdisagg.worker.outgoing_kv import OutgoingHandoff, OutgoingKv
-from jdisagg.worker.peer_fetch import PeerFetch
-from jdisagg.worker.peers import PeerResolver, Peers, hello_of
+from jdisagg.worker.peers import PeerResolver, Peers, SideCalls, hello_of
 from jdisagg.worker.session_kv import SessionKv
 from jdisagg.worker.step_loop import DEPTH, StepLoop
 from jdisagg.worker.weights_updates import ServedWeights, WeightsUpdates
@@ -90,7 +88,7 @@ class WorkerContext:
     tuning: str = ""
 
 
-class MeshWorker(ABC):
+class MeshWorker(KvEvents, ABC):
     """The base of `Worker`. Answers calls of other workers (`PeerPort`).
 
     Attributes:
@@ -100,8 +98,6 @@ class MeshWorker(ABC):
         peers: Function that returns the interface of another worker, from which KV is received.
         fetches: Whether cached KV may be fetched from other workers.
     """
-
-    _incoming: IncomingKv
 
     def __init__(
         self,
@@ -134,7 +130,6 @@ class MeshWorker(ABC):
             depth,
             before=lambda: self._host.copy_evicted(),
         )
-        self._connections: list[Peers] = []
         self._calls = SideCalls(self.counters, limits.timeouts.handoff)
         self._hello = hello_of(
             context.name,
@@ -171,8 +166,11 @@ class MeshWorker(ABC):
             self._state, config, role, spans, ids, time.thread_time, self.counters
         )
         self._prompts, self._admission = self._scheduler.prompts, self._scheduler.admission
-        self._peers = self._connect(peers, config.codec)
-        self._sources = self._find_sources(peers if fetches else None)
+        timeouts, now = limits.timeouts.handoff, self._clock.now
+        self._peers = Peers(
+            peers, self._hello, self._loop, config.codec, now, timeouts, self._calls
+        )
+        self._sources = self._find_sources(fetches)
         tiers, instead = (self._host, self._disk), "compute" if role.computes else "receive"
         self._sessions = SessionKv(
             self.name, self._kept, self._sources, *tiers, instead, self._clock.now
@@ -184,27 +182,22 @@ class MeshWorker(ABC):
         closed_seconds = limits.timeouts.request.status_seconds
         self._cache = CachedKv(self._sources, self._given, mesh, self.counters, closed_seconds)
 
-    def _connect(self, peers: PeerResolver, codec: str) -> Peers:
-        timeouts, now = self._limits.timeouts.handoff, self._clock.now
-        made = Peers(peers, self._hello, self._loop, codec, now, timeouts, self._calls)
-        self._connections.append(made)
-        return made
-
-    def _find_sources(self, peers: PeerResolver | None) -> KvSources:
+    def _find_sources(self, fetches: bool) -> KvSources:
         kept, loop, mesh, now = self._kept, self._loop, self._mesh, self._clock.now
         ids, room, decodes = self._context.ids, self._context.tiers, self._decodes
         if decodes and kept.snapshots:  # their blocks are of use only with a snapshot
-            peers, room = None, TierRoom()
+            fetches, room = False, TierRoom()
         most_writing = MOST_WRITING_OF_DECODE if decodes else MOST_WRITING
         self._host = HostTier(kept, loop, mesh, room, ids, self.counters, most_writing)
         self._disk = DiskTier(kept, loop, self._host, room, self.counters, now)
         sources: list[KvSource] = [tier for tier in (self._host, self._disk) if tier.on]
         # without these, windows or state that arrive with blocks could not be stored
         has_place = not mesh.ring_pages and (kept.snapshots or not mesh.kv_spec.has_state)
-        if peers is not None and kept.on and has_place:
-            connected, prices = self._connect(peers, "none"), Prices(room.always)
-            fetch = PeerFetch(kept, loop, mesh, connected, self._limits, prices, self.counters)
-            sources.append(fetch)
+        prices = Prices(room.always) if fetches and kept.on and has_place else None
+        self._incoming = IncomingKv(
+            self._state, loop, self._peers, self._limits, self.counters, events=self, fetches=prices
+        )
+        sources.append(self._incoming)
         return KvSources(kept, mesh.page_size, self.counters, now, sources, self._admission.spares)
 
     # ---- from start to stop
@@ -354,8 +347,7 @@ class MeshWorker(ABC):
         self._kept.rename(identity)
         self._hello = msgspec.structs.replace(self._hello, weights=identity)
         self._outgoing.introduce(self._hello)
-        for peers in self._connections:
-            peers.introduce(self._hello)
+        self._peers.introduce(self._hello)
         reason = f"worker {self.name!r} changed its weights, or sleeps"
         self._outgoing.end_all(HandoffError(reason))
         self._end_old(keep)
@@ -414,7 +406,7 @@ class MeshWorker(ABC):
             kept=self._cache.tiers(),
             kv_channels=context.kv_channels(),
             times=context.times(),
-            links=tuple([link for peers in self._connections for link in peers.meter.links()]),
+            links=self._peers.meter.links(),
             kernels=context.kernels,
             adapter_slots=mesh.adapters,
             adapters=self._adapters.table.loaded,

@@ -9,11 +9,11 @@ alternative (`KvSources.best`). Models whose cache hits need snapshots are left 
 import asyncio
 from collections.abc import Callable
 
+from jdisagg.clock import BackgroundTasks
 from jdisagg.messages.ports import SessionAction, SessionCall, SessionReport
 from jdisagg.scheduler.prices import Instead
 from jdisagg.scheduler.residency import Residency
 from jdisagg.scheduler.retention import KeptSession
-from jdisagg.worker.background import BackgroundTasks
 from jdisagg.worker.disk_tier import DiskTier
 from jdisagg.worker.host_tier import HostTier
 from jdisagg.worker.kv_sources import KvSources, RestoredBlocks, RestoreQuery

@@ -62,7 +62,6 @@ from jdisagg.scheduler.prompts import check_queue
 from jdisagg.scheduler.sequences import ChildProgress, Prompt, SequenceGroup, Stage
 from jdisagg.scheduler.turn import Facts, Turn
 from jdisagg.worker.incoming_handoff import Received
-from jdisagg.worker.incoming_kv import IncomingKv
 from jdisagg.worker.mesh_worker import MeshWorker, WorkerContext
 from jdisagg.worker.outgoing_kv import OutgoingHandoff
 from jdisagg.worker.peers import PeerResolver
@@ -89,7 +88,6 @@ class Worker(MeshWorker):
         self._tasks = PromptTasks()
         state, loop, ids = self._state, self._loop, context.ids
         timeouts, key = limits.timeouts.handoff, self._hello.checksum_key
-        self._incoming = IncomingKv(state, loop, self._peers, limits, self.counters, events=self)
         self._migration = MigrationSender(state, self._outgoing, loop, ids, timeouts, self.counters)
         self._sender = PromptSender(state, self._admission, self._outgoing, loop, ids, key)
 
@@ -219,7 +217,6 @@ class Worker(MeshWorker):
             if key not in self._state.groups:
                 ended = True
                 self._adapters.poke()
-                self._incoming.forget(key, "the receiver gave the sequence up")
                 self._migration.abort(key, "the sequence has ended")
                 self._prompts.forget(key)
                 self._sources.let_go(key)
@@ -595,4 +592,3 @@ class Worker(MeshWorker):
             if stream is not None and not stream.taken and stream.lease_until < now:
                 self._drop(key)
         super()._sweep(now)
-        self._peers.sweep(now, self._incoming.senders())

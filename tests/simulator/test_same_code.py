@@ -55,7 +55,6 @@ MUST = (
     "jdisagg.worker.senders",
     "jdisagg.worker.host_tier",
     "jdisagg.worker.kv_sources",
-    "jdisagg.worker.peer_fetch",
     "jdisagg.scheduler.prices",
     "jdisagg.worker.step_loop",
 )
