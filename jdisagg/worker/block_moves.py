@@ -81,6 +81,7 @@ class ArrivingBlocks:
 
     Attributes:
         count: Number of blocks in each state.
+        verified: The blocks that are intact in pages.
         last_insertion: Number of the newest command that inserts a block.
     """
 
@@ -93,6 +94,7 @@ class ArrivingBlocks:
         name: str,
     ) -> None:
         self.count: Counter[BlockState] = Counter()
+        self.verified: list[Offer] = []
         self.last_insertion = 0
         self._states: dict[int, BlockState] = {}
         self._loop = loop
@@ -100,6 +102,16 @@ class ArrivingBlocks:
         self._link = link
         self._seconds = seconds
         self._name = name
+
+    @property
+    def arriving(self) -> bool:
+        """Whether blocks are pulled or inserted now."""
+        return self.count[BlockState.ASKED] + self.count[BlockState.ARRIVED] > 0
+
+    def kept_tokens(self) -> int:
+        """Returns the number of leading positions whose KV of every layer group is verified."""
+        blocks = [one for one in self.verified if one.kind is KvKind.POSITIONS]
+        return reach(blocks, self._to.mesh.layer_groups, self._to.cached_tokens)
 
     def codec(self, offer: Offer) -> str:
         """Recurrent state is never compressed, because errors in it would persist."""
@@ -177,6 +189,8 @@ class ArrivingBlocks:
                 " computed"
             )
         self._advance(offer, BlockEvent.GIVE_UP if problem else BlockEvent.VERIFY)
+        if not problem:
+            self.verified.append(offer)
         return problem
 
     def give_up(self, offer: Offer) -> None:
@@ -191,6 +205,19 @@ class ArrivingBlocks:
         self._states[offer.offer_id] = state
         self.count[before] -= 1
         self.count[state] += 1
+
+
+def reach(blocks: list[Offer], groups: int, start: int) -> int:
+    return min([_contiguous(blocks, group, start) for group in range(groups)])
+
+
+def _contiguous(blocks: list[Offer], group: int, at: int) -> int:
+    mine = [block for block in blocks if block.group <= group < block.group + block.groups]
+    for block in sorted(mine, key=lambda block: block.start):
+        if block.start != at:
+            break
+        at += block.valid_tokens
+    return at
 
 
 def offers_of_pages(

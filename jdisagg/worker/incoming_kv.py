@@ -95,10 +95,12 @@ class IncomingKv(KvSource):
 
     @property
     def arriving(self) -> bool:
-        return any([handoff.arriving for handoff in self._handoffs()])
+        return any([handoff.blocks.arriving for handoff in self._handoffs()])
 
     def completing_before(self, step: int) -> bool:
-        return any([one.completing and one.last_insertion < step for one in self._handoffs()])
+        return any(
+            [one.completing and one.blocks.last_insertion < step for one in self._handoffs()]
+        )
 
     def expire(self, now: float) -> None:
         handoffs = (*self._fetching, *self._handoffs())
@@ -152,7 +154,7 @@ class IncomingKv(KvSource):
         incoming.handoff = incoming.task = None
         task.cancel()
         handoff.give_up(reason)
-        return handoff.kept_tokens()
+        return handoff.blocks.kept_tokens()
 
     def _receive_from(
         self, source: HandoffSource, group: SequenceGroup, cached_tokens: int
@@ -193,7 +195,7 @@ class IncomingKv(KvSource):
                 if isinstance(error, JdisaggError)
                 else UnavailableError(f"hand-off failed: {type(error).__name__}: {error}")
             )
-            self._lost(group, incoming, handoff.line.source, known, handoff.kept_tokens())
+            self._lost(group, incoming, handoff.line.source, known, handoff.blocks.kept_tokens())
 
     def _complete(self, group: SequenceGroup, incoming: _Incoming, received: Received) -> None:
         del self._incoming[group.key]
@@ -276,7 +278,7 @@ class IncomingKv(KvSource):
                 handoff.close()
                 if not done:
                     handoff.give_up("the fetch was given up")
-                blocks = handoff.kept_tokens() // size
+                blocks = handoff.blocks.kept_tokens() // size
             restore.origins.update(dict.fromkeys(range(restore.first, blocks), self.name))
         restore.moved_tokens = (blocks - restore.first) * size
         if restore.restored:

@@ -50,8 +50,8 @@ async def test_what_windows_see_must_come_whole_and_may_come_in_any_order() -> N
         ([*all_of_it, *seen[:2]], False),
         ([*all_of_it, *seen[:2], seen[0]], False),
     ):
-        handoff._received.blocks = list(came)
-        assert handoff.kept_tokens() == 11
+        handoff.blocks.verified[:] = came
+        assert handoff.blocks.kept_tokens() == 11
         end = HandoffEnd(len(came), 11, ())
         if whole:
             handoff._check_coverage(end)
@@ -189,7 +189,7 @@ async def test_a_checksum_that_never_comes_fails_the_hand_off() -> None:
     with pytest.raises(HandoffError, match="no checksum"):
         await receiving.receive()
     # a block counts as come only once it is verified, in every layer group
-    assert receiving.handoff.kept_tokens() == 0
+    assert receiving.handoff.blocks.kept_tokens() == 0
 
 
 async def test_a_long_pull_keeps_the_senders_lease_alive_and_a_silent_sender_is_given_up() -> None:
