@@ -148,6 +148,12 @@ class HostBlocks:
     def writing(self) -> int:
         return sum([not block.written for block in self._blocks.values()])
 
+    @property
+    def room(self) -> int:
+        """Number of blocks that can be added, for which others that are not in use are evicted."""
+        in_use = sum([block.held or not block.written for block in self._blocks.values()])
+        return self.capacity - in_use
+
     def begin(
         self, name: bytes, pieces: tuple[HostPiece, ...]
     ) -> tuple[HostBlock | None, tuple[HostBlock, ...]]:

@@ -166,13 +166,14 @@ class HostTier(KvSource):
             self._snapshot_evicted(rank, gone)
         chosen: list[tuple[Evicted, int]] = []
         places, writing = {True: MOST_WRITING, False: self._most_writing}, self.blocks.writing
+        room = self.blocks.room if evicted else 0
         for one in sorted(evicted, key=lambda one: (not one.awaited, one.index)):
             self._asked.evicted(one.name)
             if one.name in self.blocks:
                 continue
             if not one.awaited and not self._asked.worth_copying:
                 self._counters.add("host_blocks_declined")
-            elif writing + len(chosen) < places[one.awaited]:
+            elif writing + len(chosen) < places[one.awaited] and len(chosen) < room:
                 chosen.append((one, places[one.awaited]))
             else:
                 self._counters.add("host_blocks_skipped")
