@@ -36,6 +36,7 @@ _OF_WORKERS = {
     "adapter_evictions": "LoRA adapters removed from their slot because another one needed it.",
     "adapter_load_bytes": "Bytes of LoRA adapters read into device memory.",
     "adapter_loads": "LoRA adapters loaded into a slot.",
+    "answers_continued": "Answers that gave way and went on without computing anything again.",
     "attempts_superseded": "Attempts that ended because the router began a newer one.",
     "blocks_pulled_again": "KV blocks transferred again after a failure or a wrong checksum.",
     "checksums_mismatched": "KV blocks that arrived damaged. They are transferred again.",

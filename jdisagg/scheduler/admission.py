@@ -382,6 +382,13 @@ class Admission:
         most, computes = waiting.most_known, waiting.computes
         return self._state.residency.cached_tokens(rank, waiting.chain, most, computes)
 
+    def _tail(self, waiting: Prompt, rank: int, cached: int) -> bytes:
+        """Returns the name of a prompt's tail if it is in pages, behind all blocks before it."""
+        tail, kept = waiting.tail, self._state.residency
+        if tail is None or cached < tail.start or not kept.pages(rank, tail.name):
+            return b""
+        return tail.name
+
     def _slots(self, waiting: Prompt) -> int:
         """Returns the number of state slots, or of pages of windows, that a prompt needs."""
         if waiting.decodes:
@@ -482,11 +489,14 @@ class Admission:
         prompt_pages = pages_for(known, size)
         own_pages = pages_for(self._covered(waiting, known, growth_tokens), size) - prompt_pages
         group.chain, group.cached_tokens = waiting.chain, self._cached_tokens(waiting, rank)
-        group.epoch, group.computes = self._state.residency.epoch, waiting.computes
+        group.epoch = self._state.residency.epoch
+        tail = self._tail(waiting, rank, group.cached_tokens)
         held = self._state.residency.reserve(
-            rank, group.key, group.chain, group.cached_tokens, prompt_pages
+            rank, group.key, group.chain, group.cached_tokens, prompt_pages, tail
         )
         assert held is not None, "room was checked"
+        if waiting.continues and (tail or group.cached_tokens == known - 1):
+            group.complete, group.cached_tokens = True, known - 1
         states = self._state.states
         states.take(rank, group.key)
         for number, child in enumerate(waiting.children):

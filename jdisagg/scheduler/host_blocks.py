@@ -62,12 +62,14 @@ class HostBlock:
 
     Attributes:
         held: Whether the block is being copied back to pages.
+        tail: Whether it is a tail (`scheduler/tails.py`), of which routers do not know.
     """
 
     name: bytes
     pieces: tuple[HostPiece, ...]
     written: bool = False
     held: bool = False
+    tail: bool = False
 
     @property
     def offer_ids(self) -> tuple[int, ...]:
@@ -155,7 +157,7 @@ class HostBlocks:
         return self.capacity - in_use
 
     def begin(
-        self, name: bytes, pieces: tuple[HostPiece, ...]
+        self, name: bytes, pieces: tuple[HostPiece, ...], tail: bool = False
     ) -> tuple[HostBlock | None, tuple[HostBlock, ...]]:
         """Adds a block whose pieces are being copied to host memory.
 
@@ -169,7 +171,7 @@ class HostBlocks:
         gone = self._make_room() if self.free < 1 else ()
         if self.free < 1:
             return None, gone
-        block = self._blocks[name] = HostBlock(name, pieces)
+        block = self._blocks[name] = HostBlock(name, pieces, tail=tail)
         self._order.add(name)
         return block, gone
 

@@ -244,6 +244,10 @@ class Prompts:
         if prompt.chain:
             usable = kept.usable_tokens(prompt.most_known, prompt.computes)
             prompt.useful = prompt.chain[: usable // kept.block_tokens]
+        if prompt.continues:
+            prompt.tail = kept.find_tail(
+                prompt.request, prompt.useful, prompt.tokens - 1, prompt.children[0].accepted
+            )
 
     def __getitem__(self, key: int) -> Prompt:
         return self._prompts[key]

@@ -30,6 +30,7 @@ from jdisagg.scheduler.acceptance import Acceptance
 from jdisagg.scheduler.handoff import Handoff
 from jdisagg.scheduler.ngram import NgramSearch
 from jdisagg.scheduler.residency import Chain
+from jdisagg.scheduler.tails import Tail
 
 
 def sample_spec(request: Request, child: int, generated: tuple[int, ...]) -> SampleSpec:
@@ -148,6 +149,8 @@ class SequenceGroup:
             be made when all KV has arrived.
         chain: Hashes of the full blocks of `known_tokens`. They are invalid if the prefix cache was
             cleared since, which starts a new `epoch`.
+        complete: Whether its pages have the KV of all known tokens but the newest, so that its only
+            child goes on with a decode step.
     """
 
     key: int
@@ -164,7 +167,7 @@ class SequenceGroup:
     cached_tokens: int = 0
     chain: Chain = ()
     epoch: int = 0
-    computes: bool = False
+    complete: bool = False
 
     @property
     def prompt_tokens(self) -> int:
@@ -211,8 +214,10 @@ class Prompt:
         decodes: Whether its answer is generated on this mesh. Otherwise its KV is sent.
         computes: Whether this mesh computes the uncached tokens. At least one token is then treated
             as uncached.
+        continues: Whether a sequence that gave way may go on with a decode step.
         chain: Names (hashes) of the full blocks; empty if no cached blocks may be used.
         useful: Names of the blocks among the `most_known` first positions.
+        tail: The KV behind these blocks, if the sequence may continue; it may be gone.
         known: For each rank, the number of leading blocks of `useful` that were in pages at the
             last look-up.
         cached: For each rank, the number of leading positions after which a chunk could have begun
@@ -235,11 +240,13 @@ class Prompt:
     arrival: float
     attempt: int = 1
     computes: bool = True
+    continues: bool = False
     decodes: bool = True
     since: float | None = None
     destination: str = ""
     chain: Chain = ()
     useful: Chain = ()
+    tail: Tail | None = None
     known: tuple[int, ...] = ()
     cached: tuple[int, ...] = ()
     rank: int = -1
@@ -286,7 +293,7 @@ class Prompt:
     @property
     def most_known(self) -> int:
         """Number of leading positions that are not computed if they are cached."""
-        if not self.computes:
+        if not (self.computes or self.continues):
             return self.tokens
         return self.tokens - 1 if self.prompt_logprobs in (None, LAST) else 0
 

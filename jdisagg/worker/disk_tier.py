@@ -225,7 +225,8 @@ class DiskTier(KvSource):
         if not self.prices.worth(on_disk, tokens, query.instead):
             return None
         chain = chain[: query.known[rank] + len(found[rank])]
-        return RestorePlan(self, rank, chain, tokens, on_disk, instead=query.instead)
+        tail = self._host.tail_behind(query, chain, rank)
+        return RestorePlan(self, rank, chain, tokens, on_disk, instead=query.instead, tail=tail)
 
     def _worth_of_snapshots(
         self, query: RestoreQuery, found: list[tuple[bool, ...]], reach: list[int]

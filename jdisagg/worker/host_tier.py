@@ -28,6 +28,7 @@ from jdisagg.scheduler.host_blocks import (
 from jdisagg.scheduler.prices import Prices
 from jdisagg.scheduler.residency import Chain, Evicted, Residency
 from jdisagg.scheduler.snapshots import EvictedSnapshot
+from jdisagg.scheduler.tails import Tail
 from jdisagg.telemetry import Counters
 from jdisagg.worker.background import BackgroundTasks
 from jdisagg.worker.block_moves import HostPieces
@@ -114,7 +115,7 @@ class HostTier(KvSource):
         if gone:
             self._counters.add("host_blocks_dropped", len(gone), cause=cause)
         for block in gone:
-            if block.written:
+            if block.written and not block.tail:
                 self._kept.log.lost(block.name)
         self._release((*gone, *self.snapshots.clear()))
         return len(gone)
@@ -134,9 +135,9 @@ class HostTier(KvSource):
     def stop(self) -> None:
         self._tasks.cancel()
 
-    def offers(self, rank: int, index: int) -> tuple[Offer, ...]:
-        tokens = self._kept.block_tokens
-        start = index * tokens
+    def offers(self, rank: int, index: int, tail: int = 0) -> tuple[Offer, ...]:
+        size = self._kept.block_tokens
+        start, tokens = index * size, tail or size
         return tuple(offers_of_pages(self._limits, rank, start, start + tokens, self._ids))
 
     def snapshot_offers(self) -> tuple[Offer, ...]:
@@ -168,7 +169,8 @@ class HostTier(KvSource):
         places, writing = {True: MOST_WRITING, False: self._most_writing}, self.blocks.writing
         room = self.blocks.room if evicted else 0
         for one in sorted(evicted, key=lambda one: (not one.awaited, one.index)):
-            self._asked.evicted(one.name)
+            if not one.tail:
+                self._asked.evicted(one.name)
             if one.name in self.blocks:
                 continue
             if not one.awaited and not self._asked.worth_copying:
@@ -178,7 +180,7 @@ class HostTier(KvSource):
             else:
                 self._counters.add("host_blocks_skipped")
         for one, most_writing in reversed(chosen):
-            self._copy_out(one.rank, one.name, one.index, one.pages, most_writing)
+            self._copy_out(one.rank, one.name, one.index, one.pages, most_writing, one.tail)
 
     def _snapshot_evicted(self, rank: int, gone: EvictedSnapshot) -> None:
         self._snapshots_asked.evicted(gone.name)
@@ -188,15 +190,21 @@ class HostTier(KvSource):
             self._counters.add("host_snapshots_declined")
 
     def _copy_out(
-        self, rank: int, name: bytes, index: int, pages: tuple[int, ...], most_writing: int
+        self,
+        rank: int,
+        name: bytes,
+        index: int,
+        pages: tuple[int, ...],
+        most_writing: int,
+        tail: int = 0,
     ) -> None:
         if self._loop.failure is not None or name in self.blocks:
             return
         if self.blocks.writing >= most_writing:
             self._counters.add("host_blocks_skipped")
             return
-        offers = self.offers(rank, index)
-        block = self._add(name, offers)
+        offers = self.offers(rank, index, tail)
+        block = self._add(name, offers, tail > 0)
         if block is None:
             return
         # page 0 is a placeholder for the pages of the sequence's earlier blocks, which are not read
@@ -262,8 +270,8 @@ class HostTier(KvSource):
                 self._release((snapshot,))
         return self.snapshots.hold((name,))[0] if arrived else None
 
-    def _add(self, name: bytes, offers: tuple[Offer, ...]) -> HostBlock | None:
-        block, gone = self.blocks.begin(name, tuple(map(HostPiece, offers)))
+    def _add(self, name: bytes, offers: tuple[Offer, ...], tail: bool = False) -> HostBlock | None:
+        block, gone = self.blocks.begin(name, tuple(map(HostPiece, offers)), tail)
         self._drop(gone, "room")
         return block
 
@@ -288,7 +296,7 @@ class HostTier(KvSource):
 
     def _complete(self, block: HostBlock, checksums: tuple[int, ...]) -> bool:
         written = self.blocks.written(block, _summed(block, checksums))
-        if written:
+        if written and not block.tail:
             self._kept.log.gained(block.name)
         return written
 
@@ -321,11 +329,23 @@ class HostTier(KvSource):
         if self._kept.snapshots:
             return self._worth_of_snapshots(query, [*reach.values()])
         rank = max(reach, key=reach.__getitem__)
-        tokens = found[rank] * self._kept.block_tokens
-        if not self.prices.worth(tokens, tokens, query.instead):
-            return None
         chain = query.chain[: query.known[rank] + found[rank]]
-        return RestorePlan(self, rank, chain, tokens, tokens, instead=query.instead)
+        tail = self.tail_behind(query, chain, rank)
+        tokens = moved = found[rank] * self._kept.block_tokens
+        if tail is not None:
+            moved += tail.tokens
+            # with the tail nothing is left to compute, not even a small chunk
+            tokens += max(tail.tokens, self._limits.computed.chunk_buckets[0])
+        if not self.prices.worth(moved, tokens, query.instead):
+            return None
+        return RestorePlan(self, rank, chain, tokens, moved, instead=query.instead, tail=tail)
+
+    def tail_behind(self, query: RestoreQuery, chain: Chain, rank: int) -> Tail | None:
+        """Returns the tail that a query asks for, if it is here and `chain` is the whole chain."""
+        tail = query.tail
+        if tail is None or len(chain) < len(query.chain):
+            return None
+        return tail if self.blocks.match((tail.name,), 0, rank) else None
 
     def _worth_of_snapshots(self, query: RestoreQuery, reach: list[int]) -> RestorePlan | None:
         kept, size = self._kept, self._kept.block_tokens
@@ -387,10 +407,14 @@ class HostTier(KvSource):
         wanted = restore.plan.snapshot and self.has_snapshot(chain[-1])
         snapshots = self.snapshots.hold(chain[-1:]) if wanted else ()
         restore.snapshot = next(iter(snapshots), None)
+        tail = restore.plan.tail
+        there = tail is not None and self.blocks.match((tail.name,), 0, rank)
+        tails = self.blocks.hold((tail.name,)) if tail is not None and there else ()
+        restore.tail = next(iter(tails), None)
         try:
             yield
         finally:
-            self.blocks.let_go(held)
+            self.blocks.let_go((*held, *tails))
             self.snapshots.let_go(snapshots)
 
     async def bring(
@@ -411,8 +435,11 @@ class HostTier(KvSource):
                     restore.origins[index] = "host"
 
         missing = range(restore.first, len(restore.plan.chain))
-        await asyncio.gather(*[bring(index) for index in missing], self.bring_snapshot(restore))
+        others = self.bring_snapshot(restore), self._bring_tail(restore)
+        await asyncio.gather(*[bring(index) for index in missing], *others)
         restore.moved_tokens = len(restore.origins) * self._kept.block_tokens
+        if restore.tail_came and restore.plan.tail is not None:
+            restore.moved_tokens += restore.plan.tail.tokens
         if restore.plan.snapshot:
             restore.moved_tokens += self.snapshot_tokens
         return ""
@@ -430,6 +457,14 @@ class HostTier(KvSource):
         elif self.snapshots.forget(snapshot):
             self._counters.add("host_snapshots_broken")
             self._release((snapshot,))
+
+    async def _bring_tail(self, restore: Restore) -> None:
+        """The copy is of no use after the sequence has gone on."""
+        tail = restore.tail
+        if isinstance(tail, HostBlock) and await self.copy_in(tail, restore):
+            restore.tail_came = True
+            if self.blocks.forget(tail):
+                self._release((tail,))
 
     async def copy_in(self, block: HostBlock, restore: Restore) -> bool:
         """Returns whether the block is intact."""
@@ -451,7 +486,7 @@ class HostTier(KvSource):
     def _drop(self, gone: tuple[HostBlock, ...], cause: str) -> None:
         if gone:
             self._counters.add("host_blocks_dropped", len(gone), cause=cause)
-            for block in gone:
+            for block in [one for one in gone if not one.tail]:
                 self._kept.log.lost(block.name)
                 self._kept.promote(block.name)
             self._release(gone)

@@ -24,6 +24,7 @@ from jdisagg.plain import plain
 from jdisagg.request import CachedTokens
 from jdisagg.scheduler.prices import Instead, Prices
 from jdisagg.scheduler.residency import Chain, Residency
+from jdisagg.scheduler.tails import Tail
 from jdisagg.telemetry import Counters
 from jdisagg.worker.background import BackgroundTasks
 
@@ -51,6 +52,7 @@ class RestoreQuery:
         ahead_tokens: Number of tokens of other prompts that will be computed before this prompt.
         peer: Worker that holds the blocks according to the router's estimate; None if the router
             knows of no worker.
+        tail: The KV behind the blocks, which host memory may have; None if none is known.
     """
 
     chain: Chain
@@ -60,6 +62,7 @@ class RestoreQuery:
     peer_tokens: int = 0
     only: int | None = None
     instead: Instead = "compute"
+    tail: Tail | None = None
 
     @property
     def ranks(self) -> Sequence[int]:
@@ -86,6 +89,7 @@ class RestorePlan:
     peer: HandoffSource | None = None
     snapshot: bool = False
     instead: Instead = "compute"
+    tail: Tail | None = None
 
     @property
     def patience_seconds(self) -> float | None:
@@ -119,6 +123,8 @@ class Restore:
     snapshot_owner: int | None = None
     snapshot: object = None
     restored: bool = False
+    tail: object = None
+    tail_came: bool = False
 
     @property
     def blocks(self) -> int:
@@ -282,7 +288,7 @@ class KvSources:
 
     def best(self, query: RestoreQuery) -> RestorePlan | None:
         """Returns the plan that saves most time, or None if no restore is faster than computing."""
-        if not query.chain:
+        if not query.chain and query.tail is None:
             return None
         free = [one for one in self._sources if self._running[one.name] < one.most_restores]
         plans = [plan for source in free if (plan := source.worth(query)) is not None]
@@ -297,17 +303,17 @@ class KvSources:
 
     async def fill(
         self, query: RestoreQuery, owner: int, pages: tuple[int, ...], restored: RestoredBlocks
-    ) -> int:
+    ) -> tuple[int, bool]:
         """Restores blocks to pages that `owner` holds, if that is worthwhile. Ends at the restore's
         time limit (`RestorePlan.patience_seconds`), or when `let_go` is called.
 
         Returns:
             The number of leading blocks of the chain that are in the pages then, or 0 if nothing
-                was restored.
+                was restored; and whether the tail is behind them.
         """
         plan, epoch = self.best(query), self.kept.epoch
         if plan is None:
-            return 0
+            return 0, False
         restore = self._owned[owner] = Restore(plan, query.known[plan.rank], pages, owner)
         work = self._restore_in_time(plan, restored, lambda: None, restore)
         restore.task = self._tasks.spawn(work)
@@ -317,7 +323,9 @@ class KvSources:
             self.let_go(owner)
             raise
         known = self._owned.pop(owner, None) is not None and epoch == self.kept.epoch
-        return restore.blocks if known else 0
+        if not known:
+            return 0, False
+        return restore.blocks, restore.tail_came and restore.blocks == len(plan.chain)
 
     def let_go(self, owner: int) -> None:
         """Writes nothing more to the pages of an owner."""
@@ -409,7 +417,8 @@ class KvSources:
             at: restore.origins[at] for at in range(restore.first, restore.blocks)
         }
         if restored is not None:
-            restored.add(restore.plan.rank, came)
+            tail: dict[int, Origin] = {len(restore.plan.chain): "host"} if restore.tail_came else {}
+            restored.add(restore.plan.rank, came | tail)
         for origin, (blocks, tokens) in _RESTORED.items():
             count = sum([one == origin for one in came.values()])
             self._counters.add(blocks, count)

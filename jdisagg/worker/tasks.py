@@ -8,7 +8,7 @@ ends expired groups."""
 
 import asyncio
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from jdisagg.clock import Mailbox
 from jdisagg.errors import (
@@ -133,8 +133,15 @@ class PromptTask:
         arrival: float,
         block_tokens: int,
         computes: bool,
+        appends: bool,
+        continues: bool,
     ) -> "PromptTask":
-        """`computes`: whether the mesh computes every prompt."""
+        """
+        Args:
+            computes: Whether the mesh computes every prompt.
+            appends: Whether the mesh computes what the router leaves to it.
+            continues: Whether sequences that gave way may go on with a decode step.
+        """
         prompt, handoff = Prompt(key, call.request, call.children, arrival, call.attempt), None
         if isinstance(call, PrefillCall):
             until, destination = now + call.deadline_seconds, call.destination
@@ -142,7 +149,9 @@ class PromptTask:
             prompt.decodes, prompt.destination = False, destination
             prompt.offers_from = call.from_token if destination else None
         else:
-            prompt.computes = call.computes or computes
+            prompt.computes = computes or (call.computes and appends)
+            resumed = bool(prompt.children[0].accepted)
+            prompt.continues = continues and resumed and (computes or call.computes)
             if call.aside_seconds is not None:
                 prompt.since = arrival + max(0.0, call.age_seconds - call.aside_seconds)
         answer = asyncio.get_running_loop().create_future()
@@ -153,7 +162,25 @@ class PromptTask:
         """Asks the sources of KV for the blocks of the prompt that are not in pages."""
         prompt, call = self.prompt, self.call
         hinted = min(call.peer_tokens, prompt.most_known)
-        return RestoreQuery(prompt.useful, prompt.known, 0, call.peer, hinted)
+        return RestoreQuery(prompt.useful, prompt.known, 0, call.peer, hinted, tail=prompt.tail)
+
+    def query_of(self, group: SequenceGroup, ranks: int, block_tokens: int) -> RestoreQuery:
+        """Returns the query for the pages of its sequences."""
+        known = [0] * ranks
+        known[group.rank] = group.cached_tokens // block_tokens
+        # a prefill worker would have to compute the accepted tokens before it sends their KV
+        computes = self.prompt.computes or self.prompt.children[0].accepted
+        instead = "compute" if computes else "receive"
+        return replace(self.query, known=tuple(known), only=group.rank, instead=instead)
+
+    def reply(self, firsts: tuple[FirstToken, ...], now: float) -> PrefillReply:
+        prompt, started = self.prompt, self.started_at
+        assert started is not None, "its rows were planned"
+        # tokens that an earlier attempt generated are left out
+        known = min(prompt.cached_tokens, len(prompt.request.prompt_token_ids))
+        cached = self.restored.split(prompt.rank, known)
+        waited, took = started - self.queued_at, now - started
+        return PrefillReply(firsts, waited, took, cached, prompt.all_scores)
 
     def fail(self, error: JdisaggError) -> None:
         if not self.answer.done():

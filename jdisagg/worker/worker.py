@@ -197,16 +197,9 @@ class Worker(MeshWorker):
             if copies is not None:
                 self._loop.fire(copies)
         elif task.handoff is not None:
-            now, started = self._clock.now(), task.started_at
-            assert started is not None, "its rows were planned"
             task.firsts = tuple([FirstToken(one.child, one.token, one.logprobs) for one in firsts])
             if not task.answer.done():
-                # tokens that an earlier attempt generated are left out
-                known = min(prompt.cached_tokens, len(prompt.request.prompt_token_ids))
-                cached = task.restored.split(prompt.rank, known)
-                waited, took = started - task.queued_at, now - started
-                reply = PrefillReply(task.firsts, waited, took, cached, prompt.all_scores)
-                task.answer.set_result(reply)
+                task.answer.set_result(task.reply(task.firsts, self._clock.now()))
             self._sender.end_if_done(task)
 
     def _report(self, news: list[ChildProgress]) -> bool:
@@ -258,7 +251,8 @@ class Worker(MeshWorker):
         cached, block = group.cached_tokens, self._kept.block_tokens
         of_prompt = task.restored.split(group.rank, min(cached, group.prompt_tokens))
         left, own = max(0.0, group.handoff.deadline - self._clock.now()), self._hello.weights
-        return Reservation(group.key, self.name, group.rank, left, cached, of_prompt, own, block)
+        known = task.prompt.tokens if group.complete else cached
+        return Reservation(group.key, self.name, group.rank, left, known, of_prompt, own, block)
 
     async def _enter(self, call: PrefillCall | ReserveCall, arrival: float) -> PromptTask:
         await self._compiled(call.request, call.deadline_seconds)
@@ -267,7 +261,8 @@ class Worker(MeshWorker):
                 await asyncio.sleep(0)  # the turn that is due may give pages to some
             self._check(call)
             key, now, block = self._state.new_key(), self._clock.now(), self._kept.block_tokens
-            task = PromptTask.of(call, key, now, arrival, block, self._computes)
+            appends, continues = self._scheduler.chunk_tokens > 0, self._state.continues
+            task = PromptTask.of(call, key, now, arrival, block, self._computes, appends, continues)
             self._tasks.add(task)
             named = isinstance(call, PrefillCall) or not call.whole
             self._prompts.begin(task.prompt, named=named, shared=self._computes)
@@ -327,18 +322,15 @@ class Worker(MeshWorker):
     async def _restore(self, task: PromptTask, group: SequenceGroup) -> None:
         """Restores cached blocks to the pages of sequences."""
         prompt, kept, rank = task.prompt, self._kept, group.rank
-        if not prompt.useful:
+        if group.complete or not (prompt.useful or prompt.tail):
             return
-        known = [0] * self._mesh.ranks
-        known[rank] = group.cached_tokens // kept.block_tokens
-        # a prefill worker would have to compute the accepted tokens before it sends their KV
-        computes = prompt.computes or prompt.children[0].accepted
-        instead = "compute" if computes else "receive"
-        query = replace(task.query, known=tuple(known), only=rank, instead=instead)
+        query = task.query_of(group, self._mesh.ranks, kept.block_tokens)
         pages = self._state.ledgers[rank].pages(group.key)
-        blocks = await self._sources.fill(query, group.key, pages, task.restored)
+        blocks, tail = await self._sources.fill(query, group.key, pages, task.restored)
         usable = kept.usable_tokens(blocks * kept.block_tokens, prompt.computes)
         group.cached_tokens = max(group.cached_tokens, usable)
+        if tail or (prompt.continues and group.cached_tokens == prompt.tokens - 1):
+            group.complete, group.cached_tokens = True, prompt.tokens - 1
 
     def _hold(self, group: SequenceGroup, seconds: float) -> None:
         group.handoff = group.handoff.expect(self._clock.now() + seconds)
@@ -403,12 +395,16 @@ class Worker(MeshWorker):
             self._drop(call.reservation_id)
 
     def _begin(self, group: SequenceGroup, source: HandoffSource | None) -> None:
-        if source is not None:
+        if source is not None or group.complete:
             self._prompts.forget(group.key)
+        if source is not None:
             return self._incoming.begin(group, source)
+        group.request = group.request.without_pixels()  # only a queued prompt needs the pixels
+        if group.complete:
+            self.counters.add("answers_continued")
+            return self._take_over(group, tuple(group.children[0].generated))
         cached, samples = group.cached_tokens, [child.sample_spec() for child in group.alive]
         self._prompts.add(group.key, group.rank, tuple(samples), cached, group.epoch)
-        group.request = group.request.without_pixels()  # only the queued prompt needs the pixels
         if not self._computes:
             self.counters.add("prompts_appended")
             self.counters.add("tokens_appended", len(group.known_tokens) - cached)
@@ -453,7 +449,12 @@ class Worker(MeshWorker):
                 for first in received.firsts
             ]
             self._sampled(task, firsts)
-        elif not self._scheduler.batches.take_over(group, received.moved, group.until):
+        else:
+            self._take_over(group, received.moved)
+        self._loop.wake()
+
+    def _take_over(self, group: SequenceGroup, generated: tuple[int, ...]) -> None:
+        if not self._scheduler.batches.take_over(group, generated, group.until):
             text = f"worker {self.name!r} cannot go on with the sequence that moved to it"
             self.fail(group, HandoffError(text))
         self._loop.wake()

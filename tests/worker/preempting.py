@@ -6,6 +6,8 @@ from contextlib import asynccontextmanager
 
 from jdisagg.request import Request
 from jdisagg.scheduler.host_blocks import TierRoom
+from jdisagg.scheduler.tails import Tails
+from jdisagg.worker.worker import Worker
 from tests.fakes.cluster import Cluster, Collected, toy_request
 from tests.fakes.fake_executor import FakeExecutor
 from tests.worker.conversations import NAMES, limits
@@ -61,6 +63,11 @@ def flip_all(mesh: FakeExecutor) -> int:
         position, token, chain = entries[-1]
         entries[-1] = (position, token, chain ^ 1)
     return len(mesh.host)
+
+
+def forget_tails(worker: Worker) -> None:
+    """Sequences that give way find their full blocks alone from now on."""
+    worker._kept.tails = Tails(most=0)
 
 
 def roomy(room: TierRoom = ROOMY, **more: object) -> Cluster:
