@@ -38,7 +38,7 @@ class Tail:
     @classmethod
     def of(cls, stem: bytes, start: int, end: int, answer: Sequence[int]) -> "Tail":
         tokens = tuple(answer)
-        content = b"".join([token.to_bytes(4, "little") for token in tokens])
+        content = b"".join([token.to_bytes(8, "little") for token in tokens])
         name = blake2b(content, key=stem, digest_size=len(stem), person=b"jdisagg tail")
         return cls(name.digest(), stem, start, end, tokens)
 

@@ -222,7 +222,7 @@ def test_preempted_sequences_find_their_blocks_again_by_the_live_workers_code() 
         for prefix in (PrefixConfig(), PrefixConfig(True, host_gib=2.0, append_tokens=256))
     )
     assert without.counters["preemptions"] > 0 and with_cache.counters["preemptions"] > 0
-    assert with_cache.counters["prompts_appended"] > 0
+    assert with_cache.counters["answers_continued"] > 0
     assert with_cache.pages_lost == without.pages_lost == 0
     assert {one.end for one in with_cache.outcomes} == {"finished"}
     assert with_cache.seconds < without.seconds
