@@ -174,6 +174,16 @@ def fit_worker(
     return replace(config, model=model, instance=instance), plan
 
 
+def fit_roles(
+    config: WorkerConfig, role: WorkerRole, geometry: CostGeometry, memory: DeviceMemory
+) -> tuple[WorkerConfig, MemoryPlan]:
+    """As `fit_worker`, for a worker that may also take the other role, of prefill and decode, on
+    the same mesh: both must fit, and the pages are those of the role that leaves fewer."""
+    fitted = [fit_worker(config, one, geometry, memory) for one in (role, role.other)]
+    least, plan = min(fitted, key=lambda one: (one[1].context_tokens, one[1].tokens_per_rank))
+    return least, replace(plan, instance=fitted[0][1].instance)
+
+
 def fit_instance(
     instance: InstanceConfig,
     role: WorkerRole,

@@ -22,6 +22,7 @@ from jdisagg.messages.step_commands import PrefillChunk, PrefillResult, SampleSp
 from jdisagg.plain import plain
 from jdisagg.request import Identity, Request
 from jdisagg.scheduler.decode_state import DecodeState
+from jdisagg.scheduler.executor import MeshLimits
 from jdisagg.scheduler.prefill_batches import PrefillBatches
 from jdisagg.scheduler.prices import MovePrice
 from jdisagg.scheduler.residency import Chain
@@ -203,18 +204,24 @@ class Prompts:
     def __init__(self, state: DecodeState, ids: Callable[[], int], counters: Counters) -> None:
         self.backlog = Backlog()
         self._state = state
-        self._limits = limits = state.limits.computed
+        self._limits = limits = state.limits
         self._kept = kept = state.residency
         self._counters = counters
         # otherwise a hit needs a snapshot, which is cached when the prompt ends
         self._shares = not kept.snapshots or limits.window_pages_per_rank > 0
-        self._batches = PrefillBatches(limits, ids, kept.cut_tokens, kept.begin_snapshot)
-        self._times = ChunkTimes(limits.chunk_buckets[-1])
+        self._ids = ids
+        self.compute_in(limits.computed_by(False))
         self._shared = SharedPrompts()
         self._prompts: dict[int, Prompt] = {}
         self.released: list[Prompt] = []
         self._left_alone: set[int] = set()  # prompts whose leader ended
         self._steps_waited = 0  # decode steps since the last chunk, with a prompt queued
+
+    def compute_in(self, limits: MeshLimits) -> None:
+        """Computes prompts in chunks of the sizes of `limits`. None is queued for chunks."""
+        kept = self._kept
+        self._batches = PrefillBatches(limits, self._ids, kept.cut_tokens, kept.begin_snapshot)
+        self._times = ChunkTimes(limits.chunk_buckets[-1])
 
     def __bool__(self) -> bool:
         """Returns whether a prompt is queued for chunks."""

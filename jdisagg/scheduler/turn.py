@@ -311,13 +311,10 @@ class Scheduler:
         counters: Counters,
     ) -> None:
         limits = state.limits
-        computes = role.computes or limits.append_buckets
-        self.chunk_tokens = limits.computed.chunk_buckets[-1] if computes else 0
         self.prompts = prompts = Prompts(state, ids, counters)
         self.admission = Admission(state, prompts, config.growth_tokens, config.ahead_sequences)
         self.batches = DecodeBatches.of(state, config, spans, clock)
         self._state = state
-        self._decodes = role.decodes
         self._counters = counters
         self._spans = spans
         self._alternates = limits.pack_tokens is None
@@ -326,6 +323,16 @@ class Scheduler:
         # the offers of chunks in the pipeline are published already
         chunks = CHUNKS_OFFERED + limits.stages - 1
         self._most_offered = chunks * limits.ranks * limits.chunk_buckets[-1] * limits.layer_groups
+        self.take_role(role)
+
+    def take_role(self, role: WorkerRole) -> None:
+        """No prompt is queued for chunks, and there are no sequences."""
+        limits = self._state.limits
+        computed = limits.computed_by(role.computes)
+        computes = role.computes or limits.append_buckets
+        self.chunk_tokens = computed.chunk_buckets[-1] if computes else 0
+        self._decodes = role.decodes
+        self.prompts.compute_in(computed)
 
     def idle(self, steps_in_flight: bool) -> bool:
         """Whether a turn would decide nothing, because nothing waits or has ended."""

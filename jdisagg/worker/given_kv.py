@@ -14,6 +14,7 @@ from collections.abc import Callable
 from jdisagg.errors import HandoffError, InvalidRequestError, JdisaggError
 from jdisagg.messages.ports import FetchCall, FetchReply, HandoffEnd
 from jdisagg.messages.step_commands import StepResult
+from jdisagg.messages.worker_status import WorkerRole
 from jdisagg.scheduler.executor import MeshLimits
 from jdisagg.scheduler.residency import Chain
 from jdisagg.telemetry import Counters
@@ -42,11 +43,10 @@ class GivenKv:
         mesh: MeshLimits,
         ids: Callable[[], int],
         counters: Counters,
-        decodes: bool,
+        role: WorkerRole,
     ) -> None:
         self._kept = sources.kept
         self._sources = sources
-        self._decodes = decodes
         self._outgoing = outgoing
         self._loop = loop
         self._mesh = mesh
@@ -58,6 +58,10 @@ class GivenKv:
         self._moved = asyncio.Event()  # a block was fetched, or a hand-off ended
         self._closed_until = 0.0
         self._tasks = BackgroundTasks()
+        self.take_role(role)
+
+    def take_role(self, role: WorkerRole) -> None:
+        self._decodes = role.decodes
 
     def __len__(self) -> int:
         return len(self._given)

@@ -14,11 +14,12 @@ from dataclasses import replace
 from jdisagg.errors import JdisaggError
 from jdisagg.messages.ports import Offer
 from jdisagg.messages.step_commands import ExtractResult, StepResult
-from jdisagg.messages.worker_status import KeptTier
+from jdisagg.messages.worker_status import KeptTier, WorkerRole
 from jdisagg.scheduler.disk_blocks import FILE_EXTRA_BYTES
 from jdisagg.scheduler.executor import MeshLimits
 from jdisagg.scheduler.host_blocks import (
     MOST_WRITING,
+    MOST_WRITING_OF_DECODE,
     AskedAgain,
     HostBlock,
     HostBlocks,
@@ -59,7 +60,7 @@ class HostTier(KvSource):
         room: TierRoom,
         ids: Callable[[], int],
         counters: Counters,
-        most_writing: int = MOST_WRITING,
+        role: WorkerRole,
     ) -> None:
         self.block_bytes = kept.block_tokens * limits.sent.bytes_per_token
         self.snapshot_bytes = limits.snapshot_bytes if kept.snapshots else 0
@@ -73,7 +74,6 @@ class HostTier(KvSource):
         self._asked = AskedAgain(capacity, room.always)
         self._snapshots_asked = AskedAgain(self.snapshots.capacity, room.always)
         self.on = self.blocks.capacity > 0
-        self._most_writing = most_writing
         self.prices = Prices(room.always)
         self._kept = kept
         self._loop = loop
@@ -88,6 +88,10 @@ class HostTier(KvSource):
             # The key is the same in the next run of the worker, which reads the blocks on disk.
             key = int.from_bytes(kept.digest(b"jdisagg sums")[:8], "little") >> 1
         self._pieces = HostPieces(loop, limits.page_size, key)
+        self.take_role(role)
+
+    def take_role(self, role: WorkerRole) -> None:
+        self._most_writing = MOST_WRITING_OF_DECODE if role.decodes else MOST_WRITING
 
     def bytes_of_snapshots(self, room_bytes: int) -> int:
         """One snapshot always fits, unless it takes more than half of the tier."""

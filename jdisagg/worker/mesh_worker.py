@@ -7,7 +7,7 @@ background task periodically ends expired leases and detects a mesh that hangs."
 import asyncio
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
 
 import msgspec
@@ -32,8 +32,9 @@ from jdisagg.messages.worker_status import WorkerRole, WorkerStatus
 from jdisagg.request import Request
 from jdisagg.scheduler.decode_state import DecodeState
 from jdisagg.scheduler.executor import Executor, InterruptibleExecutor
-from jdisagg.scheduler.host_blocks import MOST_WRITING, MOST_WRITING_OF_DECODE, TierRoom
+from jdisagg.scheduler.host_blocks import TierRoom
 from jdisagg.scheduler.kept_events import KeptEvents
+from jdisagg.scheduler.page_ledger import pages_for
 from jdisagg.scheduler.prices import Prices
 from jdisagg.scheduler.prompts import Attempts
 from jdisagg.scheduler.residency import BlockNames
@@ -159,12 +160,12 @@ class MeshWorker(ABC):
         self._attempts = Attempts()
         self._grammars: GrammarCompiler | None = None
         self._sweeping: asyncio.Task[None] | None = None
-        self._draining = False
+        self._draining = self._changing = False
         self._quiet = asyncio.Event()
         self._state = DecodeState(mesh, context.names, self._adapters.table)
         self._kept = self._state.residency
         interruptible = isinstance(executor, InterruptibleExecutor)
-        self._interruptible = executor if role.decodes and interruptible else None
+        self._interruptible = executor if interruptible else None
         spans = self._interruptible is not None
         ids = context.ids
         self._scheduler = Scheduler(
@@ -173,12 +174,12 @@ class MeshWorker(ABC):
         self._prompts, self._admission = self._scheduler.prompts, self._scheduler.admission
         self._peers = self._connect(peers, config.codec)
         self._sources = self._find_sources(peers if fetches else None)
-        tiers, instead = (self._host, self._disk), "compute" if role.computes else "receive"
+        tiers = self._host, self._disk
         self._sessions = SessionKv(
-            self.name, self._kept, self._sources, *tiers, instead, self._clock.now
+            self.name, self._kept, self._sources, *tiers, role, self._clock.now
         )
         self._given = GivenKv(
-            self._sources, self._outgoing, self._loop, mesh, ids, self.counters, role.decodes
+            self._sources, self._outgoing, self._loop, mesh, ids, self.counters, role
         )
         # a reset of all workers may take this long
         closed_seconds = limits.timeouts.request.status_seconds
@@ -195,8 +196,7 @@ class MeshWorker(ABC):
         ids, room, decodes = self._context.ids, self._context.tiers, self._decodes
         if decodes and kept.snapshots:  # their blocks are of use only with a snapshot
             peers, room = None, TierRoom()
-        most_writing = MOST_WRITING_OF_DECODE if decodes else MOST_WRITING
-        self._host = HostTier(kept, loop, mesh, room, ids, self.counters, most_writing)
+        self._host = HostTier(kept, loop, mesh, room, ids, self.counters, self.role)
         self._disk = DiskTier(kept, loop, self._host, room, self.counters, now)
         sources: list[KvSource] = [tier for tier in (self._host, self._disk) if tier.on]
         # without these, windows or state that arrive with blocks could not be stored
@@ -250,6 +250,42 @@ class MeshWorker(ABC):
                 UnavailableError(f"worker {self.name!r} shuts down; its time to drain is over")
             )
 
+    async def change_role(
+        self,
+        role: WorkerRole,
+        drain_seconds: float,
+        prepare: Callable[[tuple[tuple[int, ...], ...]], Awaitable[None]],
+        scratch_tokens: int = 0,
+    ) -> None:
+        """Drains the worker, then goes on in another role on the same mesh, with the cached KV that
+        it has. If `prepare` raises an error, or this call is cancelled, the role stays.
+
+        Args:
+            prepare: Function that is called when no work is left. It may overwrite the pages that
+                it is given, which are some of each dp rank.
+            scratch_tokens: Number of positions that these pages should hold.
+        """
+        self._changing = True
+        ledgers, owner = self._state.ledgers, self._state.new_key()
+        try:
+            await self.drain(drain_seconds)
+            count = pages_for(scratch_tokens, self._mesh.page_size)
+            for ledger in ledgers:
+                ledger.reserve(owner, min(count, ledger.free_pages))
+            self._host.copy_evicted()
+            try:
+                await prepare(tuple([ledger.pages(owner) for ledger in ledgers]))
+            finally:
+                for ledger in ledgers:
+                    ledger.free(owner)
+            self.role = role
+            self._decodes, self._computes = role.decodes, role.computes
+            for part in (self._scheduler, self._host, self._sessions, self._given):
+                part.take_role(role)
+        finally:
+            self._changing = self._draining = False
+            self._loop.wake()
+
     def _break_down(self, error: UnavailableError) -> None:
         self.counters.add("mesh_failures")
         self._end_everything(error)
@@ -259,10 +295,10 @@ class MeshWorker(ABC):
 
     async def _keep_sweeping(self) -> None:
         limits = self._limits
-        lease = limits.handoff_lease_seconds
-        if self._decodes:
-            lease = min(lease, limits.reservation_lease_seconds)
         while True:
+            lease = limits.handoff_lease_seconds
+            if self._decodes:
+                lease = min(lease, limits.reservation_lease_seconds)
             await self._clock.sleep(min(lease / 4, limits.timeouts.handoff.sweep_seconds))
             try:
                 self._sweep(self._clock.now())
@@ -340,7 +376,7 @@ class MeshWorker(ABC):
     def _check_serving(self, children: tuple[Child, ...]) -> None:
         self._loop.check()
         self._check_awake()
-        if self._draining and not any(child.accepted for child in children):
+        if self._changing or (self._draining and not any(child.accepted for child in children)):
             raise UnavailableError(
                 f"worker {self.name!r} is draining and takes no new requests; try another",
                 retry_after_seconds=1.0,

@@ -10,6 +10,7 @@ import asyncio
 from collections.abc import Callable
 
 from jdisagg.messages.ports import SessionAction, SessionCall, SessionReport
+from jdisagg.messages.worker_status import WorkerRole
 from jdisagg.scheduler.prices import Instead
 from jdisagg.scheduler.residency import Residency
 from jdisagg.scheduler.retention import KeptSession
@@ -20,11 +21,6 @@ from jdisagg.worker.kv_sources import KvSources, RestoredBlocks, RestoreQuery
 
 
 class SessionKv:
-    """Args:
-    worker: Name of the worker.
-    instead: What a prompt needs for KV that is not restored.
-    """
-
     def __init__(
         self,
         worker: str,
@@ -32,7 +28,7 @@ class SessionKv:
         sources: KvSources,
         host: HostTier,
         disk: DiskTier,
-        instead: Instead,
+        role: WorkerRole,
         now: Callable[[], float],
     ) -> None:
         self._worker = worker
@@ -41,9 +37,13 @@ class SessionKv:
         self._host = host
         self._disk = disk
         self._now = now
-        self._instead: Instead = instead
         self._tasks = BackgroundTasks()
         self._restoring = asyncio.Lock()  # one session at a time, so that prompts may restore, too
+        self.take_role(role)
+
+    def take_role(self, role: WorkerRole) -> None:
+        # what a prompt needs for KV that is not restored
+        self._instead: Instead = "compute" if role.computes else "receive"
 
     def sweep(self, now: float) -> None:
         kept = self._kept

@@ -9,7 +9,8 @@
 
 A role is two flags (`WorkerRole`). A worker that only computes is a prefill worker, and sends the
 KV. One that only decodes is a decode worker: it computes what the router leaves to it, and receives
-the rest. A mixed worker does both.
+the rest. A mixed worker does both. A prefill or decode worker changes its role by these flags when
+its work has ended or moved (`change_role`).
 
 The worker takes a turn of its scheduler (`scheduler/turn.py`) after each event and carries it out.
 Only the scheduler assigns pages and chooses batches. State changes only on the event loop and
@@ -351,6 +352,10 @@ class Worker(MeshWorker):
         request, children = call.request, call.children
         self._check_serving(children)
         sends = isinstance(call, PrefillCall)
+        if sends is self._decodes:
+            raise UnavailableError(
+                f"worker {self.name!r} is a {self.role.value} worker now; try another"
+            )
         if sends:
             if call.weights != self._hello.weights:
                 raise UnavailableError(
