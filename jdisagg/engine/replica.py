@@ -93,7 +93,7 @@ class Replica:
         """Lets the mesh serve in another role, and measures its times if it has not had the role
         before. As for `measure`, none of its commands may run."""
         self.host = replace(self.host, role=role)
-        await self.executor.on_dispatch_thread(lambda: self.executor.compute(role.computes))
+        await self.executor.on_dispatch_thread(lambda: self.executor.choose_chunks(role.computes))
         self.times = self._of_roles.get(role)
         if measures:
             await self.measure(pages)
@@ -200,7 +200,7 @@ def build_replica(
         hands_windows_apart(loaded.model.kv_spec.can_part, host.mode),
         config.prefix,
     )
-    executor.compute(host.role.computes)
+    executor.choose_chunks(host.role.computes)
     if plane is not None:
         executor.card = replace(executor.card, ends=plane.ends, transports=plane.transports)
     return Replica(host, executor, loaded)

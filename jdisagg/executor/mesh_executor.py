@@ -91,7 +91,7 @@ class MeshRole:
 
     Attributes:
         decode: Whether the mesh decodes. If it also prefills, and `emit` is set, its worker does
-            the one or the other (`MeshExecutor.compute`).
+            the one or the other (`MeshExecutor.choose_chunks`).
         emit: Whether blocks of prefill chunks are sent to decode workers.
         extracts: Whether the mesh sends blocks that it reads from its pages: KV of running
             sequences, or of the prefix cache.
@@ -128,7 +128,7 @@ class MeshExecutor:
         self.name = name
         self.limits = limits
         self.role = role
-        self.compute(every_prompt=role.prefill)
+        self.choose_chunks(every_prompt=role.prefill)
         self.mesh = mesh = programs.mesh
         self.card = mesh_card(mesh)
         check_codec(role.codec, limits.kv_spec)  # here rather than at the first pull
@@ -184,7 +184,7 @@ class MeshExecutor:
         self._saved = SavedBlocks(role.disk, name, self.host, mesh.shape["kv"], part)
         self._threads = WorkThreads(name)
 
-    def compute(self, every_prompt: bool) -> None:
+    def choose_chunks(self, every_prompt: bool) -> None:
         """Sets whether the worker computes every prompt, or only what the router leaves to it, so
         that other forms of chunks are compiled (`MeshLimits.computed_by`). Must be called while no
         command runs."""

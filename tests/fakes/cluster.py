@@ -328,7 +328,7 @@ class Fleet:
         )
         decodes = WorkerRole.DECODE if self.mode is Mode.DISAGGREGATED else WorkerRole.MIXED
         role = WorkerRole.PREFILL if kind == "p" else decodes
-        mesh.compute(role.computes)
+        mesh.choose_chunks(role.computes)
         config = WorkerConfig(mode=self.mode, instance=self._config, limits=self.limits)
         host = WorkerHost(context, role, config, self._fetches)
         worker = self.local.add(host, self._wrap_mesh(name, mesh))
@@ -354,7 +354,7 @@ class Fleet:
 
         async def prepare(pages: tuple[tuple[int, ...], ...]) -> None:
             assert all(map(len, pages)) and not (worker._prompts.placed or worker._state.groups)
-            mesh.compute(role.computes)
+            mesh.choose_chunks(role.computes)
 
         await worker.change_role(role, seconds, prepare, scratch_tokens=8)
         self._prefill_ports.pop(name, None)

@@ -173,7 +173,7 @@ class FakeExecutor:
         self.host: dict[int, tuple[range, list[Entry]]] = {}  # in host memory
         self.disk: FakeDisk | None = None
         self.closed = False
-        self.compute(every_prompt=False)
+        self.choose_chunks(every_prompt=False)
         self._channel = channel
         self._faults = faults or Faults()
         self._costs = costs or Costs()
@@ -195,8 +195,8 @@ class FakeExecutor:
         self._free_at = 0.0
         self._broken = False
 
-    def compute(self, every_prompt: bool) -> None:
-        """Sets which chunks its worker may issue, as `MeshExecutor.compute` does."""
+    def choose_chunks(self, every_prompt: bool) -> None:
+        """Sets which chunks its worker may issue, as `MeshExecutor.choose_chunks` does."""
         self._chunks = self.limits.computed_by(every_prompt).chunk_buckets
 
     def ran(self, kind: type[C]) -> list[C]:
