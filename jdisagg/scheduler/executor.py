@@ -45,7 +45,7 @@ class MeshLimits:
             ring buffers.
         speculates: Whether decode steps verify drafts of all sequences, not only tokens that a
             grammar forces.
-        draft_layer: Source of the drafts ("mtp" or "eagle") if the last layer of `kv_spec` drafts
+        draft_layer: Source of the drafts ("mtp", "eagle" or "assistant") if the mesh itself drafts
             tokens. Otherwise "".
         snapshots_per_rank: Number of snapshots that the prefix cache of a rank may hold. A snapshot
             is a copy of recurrent state and ring buffers at the end of a cached prefix

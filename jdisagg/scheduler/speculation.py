@@ -80,9 +80,9 @@ class NgramDrafter:
 
 
 class NextTokenDrafter:
-    """Plans drafts that the mesh itself computes with a next-token layer or an EAGLE-3 head
-    (`executor/next_tokens.py`). The scheduler does not know these tokens and uses placeholders.
-    Each step with drafts computes the drafts of the next step."""
+    """Plans drafts that the mesh itself computes with a next-token layer, an EAGLE-3 head or an
+    assistant (`executor/next_tokens.py`). The scheduler does not know these tokens and uses
+    placeholders. Each step with drafts computes the drafts of the next step."""
 
     kinds = 1
     on_mesh = True
