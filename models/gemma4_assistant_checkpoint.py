@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from jdisagg.costs.model_geometry import AssistantSizes
 from jdisagg.errors import CheckpointError
 from models import gemma4
 from models.decoder_config import DecoderConfig, LayerConfig
@@ -53,6 +54,22 @@ def read_assistant(
     assistant = AssistantConfig(replace(own, layers=layers), centroids, chosen)
     tensors = files.renamed(((_EMBEDDING, _HEAD),)).without(_OF_KV)
     return replace(config, assistant=assistant), tensors, clusters
+
+
+def assistant_sizes(hf: HfConfig) -> AssistantSizes:
+    """Reads the sizes of an assistant from its config.json alone."""
+    if hf.raw("model_type") not in ASSISTANTS:
+        raise hf.error(
+            "model_type",
+            f"must be one of {', '.join(ASSISTANTS)}",
+            "other drafters are not counted",
+        )
+    own, model_width = _text_config(hf), hf.count("backbone_hidden_size")
+    layers = sum(
+        own.width * (2 * attention.query_heads * attention.head_dim + 3 * own.ffn)
+        for attention in map(own.attention_of, own.layers)
+    )
+    return AssistantSizes(len(own.layers), layers + own.width * (3 * model_width + own.vocabulary))
 
 
 _FAMILIES = tuple(family for family, _ in ASSISTANTS.values())

@@ -166,11 +166,14 @@ def test_an_assistant_is_counted_without_kv() -> None:
         bytes_per_device(shape, instance, "bfloat16", draft=draft) for draft in ("", folder)
     )
     assert planned.token == plain.token
+    sizes = find_geometry(model, draft=folder).assistant
+    assert sizes is not None and sizes.layers == 4
     load = loader(model, "bfloat16", speculate="assistant", draft=folder)
     loaded = load(Layout(), jax.devices()[:1]).model
     arrays = jax.tree.leaves(nnx.state(loaded.next_token))  # type: ignore[arg-type]
     stored = sum(leaf.nbytes for leaf in arrays)
     assert planned.weights - plain.weights == pytest.approx(stored, rel=0.2), "a header beside"
+    assert 2 * sizes.parameters == pytest.approx(stored, rel=0.05), "norms are not counted"
     with pytest.raises(ConfigError, match="speculate=eagle: .* got assistant"):
         loader(model, "bfloat16", speculate="eagle", draft=folder)(Layout(), jax.devices()[:1])
 
