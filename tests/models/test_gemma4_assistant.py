@@ -49,7 +49,8 @@ class Computed:
     def __init__(self, model: Decoder, tokens: np.ndarray) -> None:
         self.model, self.tokens = model, tokens
         self._kv: dict[int, tuple[jax.Array, jax.Array]] = {}
-        following, positions_T = Following(dense_causal_attend), jnp.arange(len(tokens))
+        following = Following(dense_causal_attend)  # type: ignore[arg-type]
+        positions_T = jnp.arange(len(tokens))
         x_TD = model.stem.embed(jnp.asarray(tokens), Shards())
         given = GivenTokens(jnp.asarray(tokens), x_TD)
         for index, layer in enumerate(model.layers):
