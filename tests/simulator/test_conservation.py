@@ -120,17 +120,9 @@ def test_faults_of_nobody_and_words_of_no_meaning_are_refused() -> None:
     assert parse_fault("slow:prefill-1:2:0.1:30") == SlowLink("prefill-1", 2.0, 0.1, 30.0)
 
 
-def test_one_token_answers_and_prompts_that_never_fit_end_too() -> None:
-    fleet = small_fleet()
-    outcomes = simulate(
-        fleet, [Arrival(0.0, 100, 1), Arrival(0.0, 9000, 4), Arrival(0.1, 100, 4)]
-    ).outcomes
+@pytest.mark.parametrize("tokens", [9000, 10**18])
+def test_a_prompt_that_never_fits_fails_alone(tokens: int) -> None:
+    arrivals = [Arrival(0.0, 100, 1), Arrival(0.1, tokens, 5), Arrival(0.2, 100, 5)]
+    outcomes = simulate(small_fleet(), arrivals).outcomes
     assert [outcome.end for outcome in outcomes] == ["finished", "failed", "finished"]
     assert "shorten" in outcomes[1].reason or "pages" in outcomes[1].reason
-
-
-def test_a_length_that_no_memory_holds_fails_alone() -> None:
-    arrivals = [Arrival(0.0, 100, 5), Arrival(0.1, 10**18, 5), Arrival(0.2, 100, 5)]
-    first, second, third = simulate(small_fleet(), arrivals).outcomes
-    assert (first.end, third.end) == ("finished", "finished")
-    assert second.end == "failed" and "shorten it" in second.reason

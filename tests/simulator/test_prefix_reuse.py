@@ -128,13 +128,6 @@ def test_free_held_and_kept_pages_are_all_pages_at_any_time_and_whatever_fails(
     assert ("host_blocks_written" in result.counters) is (host_gib > 0)
 
 
-@pytest.mark.parametrize("prefix", [REUSE, PrefixConfig(reuse=True, host_gib=1.0)])
-def test_the_same_call_gives_the_same_result_with_what_stays(prefix: PrefixConfig) -> None:
-    fleet = fleet_of(64, prefix, prefills=2, decodes=2)
-    arrivals = conversations(60, every=0.2, seed=4)
-    assert simulate(fleet, arrivals, seed=1) == simulate(fleet, arrivals, seed=1)
-
-
 def test_a_hit_is_never_slower_alone() -> None:
     """With one request at a time, first and last token come no later than without a prefix
     cache."""
