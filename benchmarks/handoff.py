@@ -60,11 +60,11 @@ from jdisagg.executor.page_pool import PagePool
 from jdisagg.executor.programs import Programs
 from jdisagg.layout.kv_spec import KVSpec
 from jdisagg.layout.mesh_card import MeshCard
+from jdisagg.layout.reshard_plan import head_granule, plan_handoff
 from jdisagg.messages.step_commands import InsertBlock
 from jdisagg.node.kv_endpoint import KvEndpoint
 from jdisagg.scheduler.blocks import bands, even_runs
-from jdisagg.transfer.boxes import head_granule, plan_handoff, rank_placement
-from jdisagg.transfer.channel import PullTarget, block_sharding, resident_zeros
+from jdisagg.transfer.channel import PullTarget, block_sharding, rank_placement, resident_zeros
 from jdisagg.transfer.transfer_engine import EngineOptions
 
 _MEGABYTES = flags.DEFINE_list("megabytes", ["16", "64"], "Bytes of a hand-off.")

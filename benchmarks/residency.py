@@ -10,9 +10,10 @@ evicted it; the folder is --disk, and what was just written is in the system's f
 decode mesh's cache is cleared each time. The first round only compiles.
 
 --aside measures the time from the resumption of a suspended sequence to its next token, by prompt
-length: with its blocks in pages, with its blocks in host memory (after another prompt took the
-pages), and without a cache, where all is prefilled and transferred again. What caches save
-conversations is measured by `benchmarks.conversations`."""
+length: with its KV in pages, with its KV in host memory (after another prompt took the pages), and
+without a cache, where all is prefilled and transferred again; and the time from a preemption to the
+next token. Each is compared with the time to the first token of a new prompt of the same length,
+too. What caches save conversations is measured by `benchmarks.conversations`."""
 
 import asyncio
 import statistics
@@ -153,21 +154,32 @@ async def tiers() -> dict[str, object]:
     return figures
 
 
-async def back(one: Contender, prompt: tuple[int, ...], between: tuple[int, ...] = ()) -> float:
-    """Returns the seconds from the resumption of a suspended sequence until its next token. The
-    prompt `between` is computed while the sequence is suspended."""
+async def back(
+    one: Contender, prompt: tuple[int, ...], between: tuple[int, ...] = (), preempts: bool = False
+) -> float:
+    """Returns the seconds from the resumption of a suspended sequence, or from a preemption, until
+    its next token. The prompt `between` is computed while the sequence is suspended."""
     params = SamplingParams(max_tokens=ANSWER, temperature=0.0)
-    resumed, waited, tokens = 0.0, 0.0, 0
+    resumed, waited, tokens, known = 0.0, 0.0, 0, 0
+    worker = one.cluster._workers[-1]
     async for event in one.cluster.stream(Request("rests", prompt, params)):
         tokens += len(event.token_ids)
-        if resumed and not waited:
+        if resumed and not waited and tokens > known:
             waited = time.perf_counter() - resumed
-        if tokens >= 4 and not resumed:
+        if tokens < 4 or resumed:
+            continue
+        (group,) = worker._state.groups.values()
+        known = len(group.children[0].generated)
+        if preempts:
+            resumed = time.perf_counter()
+            worker._end(group, preempted=True)
+        else:
             await one.cluster.suspend("rests")
             if between:
                 await one.first_token(between)
-            while not one.cluster._workers[-1]._sources.quiet:
+            while not worker._sources.quiet:
                 await asyncio.sleep(0.01)
+            known = sum([run.output_tokens for run in one.cluster.path._runs.values()])
             resumed = time.perf_counter()
             one.cluster.resume("rests")
     return waited
@@ -186,7 +198,7 @@ async def aside() -> dict[str, object]:
         await one.cluster.start()
     try:
         for length in LENGTHS:
-            pages, host, anew = [], [], []
+            pages, host, anew, preempted, first = [], [], [], [], []
             for number in range(WARM_ROUNDS + _ROUNDS.value):
                 restored = counters["host_tokens_restored"]
                 seconds = [await back(cached, words(length))]
@@ -194,19 +206,26 @@ async def aside() -> dict[str, object]:
                 seconds.append(await back(cached, words(length), words(CONTEXT - 16)))
                 assert counters["host_tokens_restored"] > restored
                 seconds.append(await back(plain, words(length)))
+                seconds.append(await back(cached, words(length), preempts=True))
+                seconds.append(await cached.first_token(words(length)))
                 if number >= WARM_ROUNDS:
-                    for kept, second in zip((pages, host, anew), seconds, strict=True):
+                    measured = (pages, host, anew, preempted, first)
+                    for kept, second in zip(measured, seconds, strict=True):
                         kept.append(second)
-            medians = [statistics.median(one) for one in (pages, host, anew)]
-            print(
-                f"{length} tokens: goes on after {1e3 * medians[0]:.1f} ms from pages,"
-                f" {1e3 * medians[1]:.1f} from host memory, {1e3 * medians[2]:.1f} computed anew"
-                f" ({medians[2] / medians[0]:.2f} and {medians[2] / medians[1]:.2f} x)",
-                flush=True,
-            )
+            for name, times in (("median", statistics.median), ("least", min)):
+                took = [1e3 * times(one) for one in (pages, host, preempted, anew, first)]
+                print(
+                    f"{length} tokens, {name}: goes on after {took[0]:.1f} ms from pages,"
+                    f" {took[1]:.1f} from host memory, {took[2]:.1f} after a preemption,"
+                    f" {took[3]:.1f} computed anew; a first token after {took[4]:.1f}",
+                    flush=True,
+                )
             figures[str(length)] = {
                 "pages against anew": paired(pages, anew),
                 "host against anew": paired(host, anew),
+                "pages against a first token": paired(pages, first),
+                "host against a first token": paired(host, first),
+                "preempted against a first token": paired(preempted, first),
             }
     finally:
         for one in (cached, plain):

@@ -10,12 +10,16 @@ stories. Each figure is a trimmed mean over pairs of blocks of the time of a tok
 over the time with, and the range of 90 % of its resamples: in processor seconds of this process,
 which other work on the machine disturbs less, and by the clock. `policy` is the part of processor
 time that decisions and predictions take themselves. `tokens` are those of a step and sequence. Each
-wave of requests is served twice, with the blocks exchanged; `equal` is the number of streams that
-came equal. `accepted` is the part of drafts that were accepted in a further wave, which has drafts
-in every step, whether or not they save time.
+wave of requests is served twice, with the blocks exchanged; its streams must come equal, and
+`equal` is their number.
 
-For a hybrid with recurrent state, `--model` is a folder that `tools.tiny_models.train_hybrid`
-wrote."""
+Further waves, of all beginnings of stories, have drafts in every step, whether or not they save
+time, and must have the streams of waves without drafts. Of them are `accepted`, the part of the
+drafts that the model accepted, `by_depth`, the part of the steps with a first, second, ... draft
+that accepted it, and `drafting`, the tokens of a step and sequence.
+
+For a hybrid with recurrent state, `--model` is a folder that `tools.tiny_models.train` wrote with
+`--family=hybrid`, and `tools.tiny_models.train_next_token` after it."""
 
 import asyncio
 import math
@@ -48,6 +52,7 @@ from jdisagg.request import Request, SamplingParams
 from jdisagg.scheduler.decode_batches import DecodeBatches
 from jdisagg.scheduler.draft_worth import DraftWorth
 from jdisagg.scheduler.sequences import Sequence
+from jdisagg.scheduler.speculation import Planned
 from launch.model import loader
 from launch.shipped import SHIPPED_MODEL
 from models.tokenizer import Tokenizer
@@ -135,6 +140,7 @@ class Switch:
 
     Attributes:
         pairs: Blocks without and with drafts.
+        verified: Planned and accepted drafts of each sequence of each step.
     """
 
     def __init__(self, batches: DecodeBatches) -> None:
@@ -143,16 +149,22 @@ class Switch:
         self._policy = 0.0
         for name in ("plan", "kind", "took", "rests"):
             setattr(self._drafts, name, self._timed(getattr(self._drafts, name)))
+        self._verify, self._drafts.verified = self._drafts.verified, self._verified  # type: ignore[method-assign]
         self._next, self._apply = batches.next_step, batches.apply
         batches.next_step, batches.apply = self._plan, self._applied  # type: ignore[method-assign]
         self.begin(0, [False])
 
-    def begin(self, batch: int, orders: list[bool]) -> None:
+    def begin(self, batch: int, orders: list[bool], drafts: bool = True) -> None:
         """Begins a wave. `orders`: for each pair of blocks, whether drafts come first. Without
-        orders, every step has drafts."""
-        self._batch, self._orders = batch, orders
+        orders, all steps have `drafts`, or none."""
+        self._batch, self._orders, self._always = batch, orders, drafts
         self.pairs: list[tuple[Block, Block]] = []
+        self.verified: list[tuple[int, int]] = []
         self._step, self._edge, self._half = 0, self._now(), dict[str, Block]()
+
+    def _verified(self, child: Sequence, planned: Planned, accepted: int) -> None:
+        self.verified.append((planned.drafts.count, max(0, accepted)))
+        self._verify(child, planned, accepted)
 
     def _timed(self, call: Callable[..., Any]) -> Callable[..., Any]:
         def timed(*args: object) -> object:
@@ -173,7 +185,7 @@ class Switch:
         return self._batches._state.running
 
     def _plan(self, step: int, quiet: bool, drafts: bool = True) -> DecodeSteps | None:
-        on = not self._orders
+        on = self._always and not self._orders
         if self._orders and sum(map(len, self._running)) == self._batch:
             block, into = divmod(self._step, _STEPS.value)
             if not into and block:
@@ -221,18 +233,32 @@ class Served:
         self.switch = Switch(self._worker._scheduler.batches)
         self._tokenizer = tokenizer
 
-    async def accepted(self, case: Case) -> float | None:
-        """Serves a wave with drafts in every step. Returns the part of drafts that are accepted."""
-        counters = self._worker.counters
-        before = counters["drafted_tokens"], counters["accepted_tokens"]
-        with mock.patch.object(DraftWorth, "pays", lambda _, gain: True):
-            await self.wave(0, case, [])
-        drafted = counters["drafted_tokens"] - before[0]
-        return round((counters["accepted_tokens"] - before[1]) / drafted, 3) if drafted else None
+    async def accepted(self, case: Case) -> dict[str, object]:
+        """Serves waves with drafts in every step."""
+        verified, stepped = list[tuple[int, int]](), 0
+        for number in range(0, len(BEGINNINGS), case.batch):
+            plain = await self.wave(number, case, [], drafts=False)
+            with mock.patch.object(DraftWorth, "pays", lambda _, gain: True):
+                assert await self.wave(number, case, []) == plain, f"wave {number} differs"
+            verified += self.switch.verified
+            stepped += sum(len(tokens) - 1 for tokens in plain)  # but the first token
+        drafted, accepted = (sum(each[at] for each in verified) for at in (0, 1))
+        most = max((count for count, _ in verified), default=0)
+        by_depth = [
+            [came >= depth for count, came in verified if count >= depth]
+            for depth in range(1, most + 1)
+        ]
+        return {
+            "accepted": round(accepted / drafted, 3) if drafted else None,
+            "by_depth": [round(statistics.fmean(each), 3) for each in by_depth],
+            "drafting": round(stepped / (stepped - accepted), 2),
+        }
 
-    async def wave(self, number: int, case: Case, orders: list[bool]) -> list[list[int]]:
+    async def wave(
+        self, number: int, case: Case, orders: list[bool], drafts: bool = True
+    ) -> list[list[int]]:
         """Serves a wave of requests at once. Returns their tokens."""
-        self.switch.begin(case.batch, orders)
+        self.switch.begin(case.batch, orders, drafts)
         return await asyncio.gather(
             *(self._stream(number, index, case) for index in range(case.batch))
         )
@@ -257,14 +283,13 @@ class Served:
 async def measure(served: Served, case: Case) -> dict[str, object]:
     """Measures pairs of blocks of one case, after waves whose pairs do not count."""
     rng, pairs, number = random.Random(7), list[tuple[Block, Block]](), 0
-    same = 0
     while len(pairs) < _PAIRS.value:
         orders = [rng.random() < 0.5 for _ in range(_TOKENS.value)]
         streams: list[list[list[int]]] = []
         for order in (orders, [not one for one in orders]):
             streams.append(await served.wave(number, case, order))
             pairs += served.switch.pairs if number >= _WARM.value else []
-        same += sum(one == two for one, two in zip(*streams, strict=True))
+        assert streams[0] == streams[1], f"streams of wave {number} differ"
         number += 1
     off, on = zip(*pairs, strict=True)
     tokens = sum(block.tokens for block in on) / sum(block.tokens for block in off)
@@ -274,10 +299,10 @@ async def measure(served: Served, case: Case) -> dict[str, object]:
         "clock": interval([_ratio(pair, "clock") for pair in pairs]),
         "policy": round(_sum(on, "policy") / _sum(on, "processor"), 4),
         "tokens": round(tokens / steps, 2),
-        "accepted": await served.accepted(case),
+        **await served.accepted(case),
         "token_us": round(1e6 * _sum(off, "processor") / _sum(off, "tokens")),
         "pairs": len(pairs),
-        "equal": f"{same} of {number * case.batch}",
+        "equal": number * case.batch,
     }
 
 

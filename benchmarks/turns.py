@@ -98,9 +98,9 @@ class ByWay(EmbeddedCluster):
 
     def _make_ports(self) -> ClusterPorts:
         ports = self.ports = super()._make_ports()
-        prefill, decode = self._workers
+        prefill = self._workers[0]
         assert not prefill.role.decodes
-        prefill._sources = prefill._find_sources(lambda _: decode)
+        prefill._sources = prefill._find_sources(True)
         return ports
 
     def open_ways(self) -> None:

@@ -45,6 +45,7 @@ class WorkerHost:
         fetches: Whether the worker fetches cached KV from other workers. None: as configured.
         migrates: Whether sequences may move between this worker and others. Without it, the worker
             needs fewer programs.
+        changes: Whether the worker may take the other role, of prefill and decode, on its mesh.
     """
 
     context: WorkerContext
@@ -52,6 +53,7 @@ class WorkerHost:
     config: WorkerConfig
     fetches: bool | None = None
     migrates: bool = True
+    changes: bool = False
 
     def __post_init__(self) -> None:
         """Raises ConfigError if a mixed worker has the mode of two meshes."""
@@ -81,6 +83,8 @@ class WorkerHost:
         """Builds the worker. Through `peers` it receives KV from other workers."""
         instance, limits = self.config.instance, self.config.limits
         fetches = self.fetched_tokens > 0 if self.fetches is None else self.fetches
+        if self.changes and self.fetches is None:
+            fetches |= replace(self, role=self.role.other).fetched_tokens > 0
         return Worker(self.context, self.role, executor, instance, limits, peers, fetches)
 
 

@@ -1,4 +1,5 @@
-"""Interface of a monotonic clock, with helpers for waits: time limits, and a queue.
+"""Interface of a monotonic clock, with helpers for waits: time limits, a queue, and
+tasks in the background.
 
 Components read the time through `Clock` only, so that the simulator can replace it. Clocks of
 different processes are not comparable. Times read from the clock therefore never leave the process,
@@ -193,3 +194,29 @@ class Mailbox(Generic[T]):
             finally:
                 self._waiter = None
         return self._items.popleft()
+
+
+class BackgroundTasks:
+    """Holds references to tasks until they end, because asyncio may garbage-collect unreferenced
+    tasks."""
+
+    def __init__(self) -> None:
+        self._tasks: set[asyncio.Task[object]] = set()
+
+    @property
+    def quiet(self) -> bool:
+        return not self._tasks
+
+    def spawn(self, work: Coroutine[None, None, T]) -> "asyncio.Task[T]":
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    def cancel(self) -> None:
+        for task in list(self._tasks):
+            task.cancel()
+
+    async def ended(self) -> None:
+        while self._tasks:  # a task may start another one as it ends
+            await asyncio.gather(*self._tasks, return_exceptions=True)

@@ -32,7 +32,8 @@ from jdisagg.settings.prefix import NO_PREFIX as NO_PREFIX  # re-exported
 from jdisagg.settings.prefix import PrefixConfig as PrefixConfig
 from jdisagg.settings.timeouts import Timeouts
 
-SPECULATE = ("auto", "mtp", "eagle", "ngram", "off")
+FROM_FOLDER = ("eagle", "assistant")  # drafters in a folder of their own
+SPECULATE = ("auto", "mtp", *FROM_FOLDER, "ngram", "off")
 KV_CHANNELS = ("auto", "engine", "nixl")
 LOG_FORMATS = ("text", "json")
 KEPT_RESPONSES_MIB = 64
@@ -66,7 +67,8 @@ class ModelConfig(Settings):
         weights: Data type to which the weight matrices of the layers are quantized while loading.
             Empty keeps the type of the checkpoint.
         kv_dtype: Data type in which KV is stored and transferred. Empty keeps that of the weights.
-        draft: Folder of an EAGLE-3 head that drafts tokens, the same on all workers.
+        draft: Folder of an EAGLE-3 head, the same on all workers, or of a Gemma 4 assistant, which
+            prefill workers do not need. It drafts tokens.
     """
 
     section: ClassVar[str] = "model"
@@ -106,9 +108,10 @@ class InstanceConfig(Settings):
         stream_tokens: Tokens of a sequence that are sent together, after the first, which is sent
             at once. More saves host work and makes streams less smooth.
         speculate: Source of draft tokens, which change no stream (docs/speculation.md). It is the
-            checkpoint's next-token layer (mtp), an EAGLE-3 head (eagle), the sequence's own tokens
-            (ngram), the first available of eagle, mtp and ngram (auto), or none (off). Tokens are
-            drafted only while this saves time.
+            checkpoint's next-token layer (mtp), the EAGLE-3 head or Gemma 4 assistant in
+            `model.draft` (eagle, assistant), the sequence's own tokens (ngram), the first available
+            of these, with that in `model.draft` first (auto), or none (off). Tokens are drafted
+            only while this saves time.
         queue_limit: Number of requests that may wait at this instance.
         growth_tokens: Future tokens for which a decoding sequence gets pages in advance.
         ahead_sequences: Sequences without a slot that may hold pages, to be ready when a slot is

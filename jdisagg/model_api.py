@@ -165,9 +165,12 @@ class AttendOptions(AttentionOptions, total=False):
     Attributes:
         follows: Whether each token attends to the positions that the indexer of an earlier layer
             selected for it. It is the last layer before this one that has an indexer.
+        source: Index of the model's layer whose KV a layer that drafts tokens attends to. Given by
+            layers of a `DraftLayer` with `reads` only.
     """
 
     follows: bool
+    source: int
 
 
 class Attend(Protocol):
@@ -319,15 +322,21 @@ class DraftLayer(Protocol):
     The layer uses the model's embedding. A checkpoint's own layer (multi-token prediction) also
     uses the model's head.
 
+    A layer has KV of its own, or it `reads` that of the model's layers. It then computes drafts
+    only: all drafts of a chain attend to the positions that the model has computed, and have the
+    rotary position of the chain's first token.
+
     Attributes:
         source: Name of this kind of draft in metrics.
         taps: Indices of model layers. The input hidden state of the draft layer is the
             concatenation of the activations before these layers. If `taps` is empty, the input is
             the model's activations after the final norm.
+        reads: Indices of model layers whose KV the layer attends to. Empty if it has KV of its own.
     """
 
     source: str
     taps: tuple[int, ...]
+    reads: tuple[int, ...]
 
     def fused(self, y_TD: jax.Array, shards: Shards) -> jax.Array:
         """Maps the model's hidden states (see `taps`) to the layer's width."""
@@ -336,6 +345,10 @@ class DraftLayer(Protocol):
     def logits(self, y_RD: jax.Array, shards: Shards) -> jax.Array | None:
         """Returns the logits of the next token, float32 [R, V], from the layer's results. Returns
         None if `Stem.project` computes the logits."""
+        ...
+
+    def carried(self, y_RD: jax.Array, shards: Shards) -> jax.Array:
+        """Maps the layer's results to the hidden states from which the next token is drafted."""
         ...
 
     def __call__(
@@ -352,9 +365,9 @@ class DraftLayer(Protocol):
 
         Args:
             embedded_TD: Embedding of each token.
-            y_TD: Hidden state at the position before each token: the result of `fused`, or an
-                earlier result of this layer. For an unknown state, both `y_TD` and `embedded_TD`
-                are zero, and so are the keys and values.
+            y_TD: Hidden state at the position before each token: the result of `fused`, or that
+                of `carried`. For an unknown state, both `y_TD` and `embedded_TD` are zero, and so
+                are the keys and values.
             positions_T, attend, shards, valid_T, rows_R: As in `Layer`.
 
         Returns:
@@ -429,7 +442,7 @@ class Model(Protocol):
     `vocabulary` is the unpadded size. `context_tokens` is the length of the longest sequence that
     the model supports. `head` is the stem with final norm and head. It differs from `stem` only if
     the weights are loaded for several pipeline stages. `next_token` is the layer that drafts
-    tokens, or None without such a layer. The KV of this layer is the last entry of `kv_spec`.
+    tokens, or None without such a layer. KV of its own is the last entry of `kv_spec`.
     `vision` is None if the model reads no images. `reads_tokens` is whether layers read the
     step's tokens (`GivenTokens`)."""
 

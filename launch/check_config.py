@@ -48,7 +48,8 @@ flags = define(*ENGINE, *SERVICE, *HTTP, *shown("channel"), "device_gib")
 
 def main() -> int:
     config, problems = engine_config(flags), list[str]()
-    found = inspect(Path(config.model.directory or SHIPPED_MODEL).expanduser())
+    directory = Path(config.model.directory or SHIPPED_MODEL).expanduser()
+    found = inspect(directory, config.model.draft)
     problems += [f"the checkpoint cannot be served: {text}" for text in found.missing]
     with _noting(problems):
         check_address(config.service)

@@ -92,7 +92,9 @@ ARGUMENTS: dict[str, dict[str, CommandFlag]] = {
         "speculation": flag(
             str, None, "TOKENS:ACCEPTANCE, e.g. 2:0.8: drafts per step, and their chance."
         ),
-        "family": flag(one_of(["llama", "qwen3_moe"]), "llama", "Architecture of the tiny model."),
+        "family": flag(
+            one_of(["llama", "qwen3_moe", "hybrid"]), "llama", "Architecture of the tiny model."
+        ),
         "source": flag(str, None, "Directory with config.json and safetensors files."),
         "destination": flag(str, None, "Directory to write, created if missing."),
     },

@@ -53,7 +53,7 @@ def simulated_fleet(flags: Given) -> Fleet:
     decode = replace(instance, layout=Layout.parse(flags.decode or flags.prefill))
     settings = changed(SimulationSettings(), map(assignment, flags.set))
     software = software_of(flags)
-    geometry = find_geometry(flags.model, flags.kv_dtype, software)
+    geometry = find_geometry(flags.model, flags.kv_dtype, software, flags.draft)
     decoding = Pool(flags.decode_workers, second, decode)
     two = mode is Mode.DISAGGREGATED
     prefilling = Pool(flags.prefill_workers, first, prefill) if two else None

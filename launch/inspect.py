@@ -1,11 +1,12 @@
 """Reports what a checkpoint is, how much memory it takes, and whether it can be served.
 
     jdisagg inspect --model=DIR [--layout=dp=1,tp=2] [--dtype=bfloat16] [--weights=int8]
-        [--kv_dtype=fp8]
+        [--kv_dtype=fp8] [--draft=DRAFTER]
 
-DIR is the folder of a checkpoint, or a config.json without weights. Exit status 0: the model can be
-loaded under the layout. Exit status 1: the model cannot be loaded. Each feature that is not
-supported is listed."""
+DIR is the folder of a checkpoint, or a config.json without weights. DRAFTER is the folder of an
+EAGLE-3 head or a Gemma 4 assistant, which is checked against the checkpoint. Exit status 0: the
+model can be loaded under the layout. Exit status 1: the model cannot be loaded. Each feature that
+is not supported is listed."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -27,6 +28,7 @@ flags = define(
     "dtype",
     "weights",
     "kv_dtype",
+    "draft",
     required=("model",),
     model=(None, "Checkpoint directory, or a config.json alone."),
     layout="dp=1,tp=1,ep=1",
@@ -40,7 +42,7 @@ def main() -> int:
     if not path.exists():
         path = local_model(flags.model, flags.revision, weights=False)
         path = path / "config.json" if path.exists() else path
-    found = inspect(path)
+    found = inspect(path, flags.draft or "")
     lines = _lines(found)
     if found.config is not None:
         if flags.kv_dtype and path.is_dir() and not found.missing:
@@ -91,6 +93,8 @@ def _lines(found: Inspection) -> list[tuple[str, str]]:
                 f" {vision.width}, {vision.parameters:,} parameters",
             )
         )
+    if found.drafter:
+        lines.append(("drafter", found.drafter))
     lines.append(("weights", found.stored))
     if found.tokenizer:
         lines.append(("tokenizer", found.tokenizer))

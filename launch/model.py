@@ -4,10 +4,10 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from jdisagg.config import EngineConfig, ModelConfig, ServiceConfig
+from jdisagg.config import FROM_FOLDER, EngineConfig, ModelConfig, ServiceConfig
 from jdisagg.costs.model_geometry import CostGeometry
 from jdisagg.engine.fingerprint import check_sums, file_states, model_fingerprint
-from jdisagg.engine.limits import drafts_with_layer, loads_head, shared_drafts
+from jdisagg.engine.limits import drafts_with_layer, loads_drafter, shared_drafts
 from jdisagg.engine.replica import Loaded
 from jdisagg.errors import ConfigError, InvalidRequestError
 from jdisagg.layout.axes import Layout
@@ -107,7 +107,7 @@ class CheckpointLoader:
             dtype=self._dtype,
             weights=self._weights,
             kv_dtype=self._kv_dtype,
-            draft=self._draft if loads_head(self._speculate, layout.pp) else "",
+            draft=self._draft if loads_drafter(self._speculate, layout.pp) else "",
             next_token=drafts_with_layer(self._speculate, devices[0].platform, layout.pp),
             cut=cut,
             tensors=tensors,
@@ -118,6 +118,12 @@ class CheckpointLoader:
             raise ConfigError(
                 f"speculate=mtp: the checkpoint {directory} has no next-token layer that can be"
                 " read; use ngram or auto"
+            )
+        drafter = loaded.model.next_token
+        if self._speculate in FROM_FOLDER and drafter and drafter.source != self._speculate:
+            raise ConfigError(
+                f"speculate={self._speculate}: --draft={self._draft} must be a folder of this kind,"
+                f" got {drafter.source}; set --speculate={drafter.source} or auto"
             )
         return loaded
 
@@ -142,14 +148,14 @@ def loader(
     """Returns a function that loads a checkpoint onto given devices each time it is called.
 
     Args:
-        speculate: Source of drafts. If it drafts with an EAGLE-3 head or a next-token layer, the
-            function also loads the head or layer.
+        speculate: Source of drafts. If it is a separate drafter or a next-token layer, the function
+            also loads it.
 
     Raises:
-        ConfigError: `speculate` is "eagle" and `draft` is empty.
+        ConfigError: `speculate` is a separate drafter and `draft` is empty.
     """
-    if speculate == "eagle" and not draft:
-        raise ConfigError("speculate=eagle: give the folder of the EAGLE-3 head with --draft")
+    if speculate in FROM_FOLDER and not draft:
+        raise ConfigError(f"speculate={speculate}: give the folder of the drafter with --draft")
     return CheckpointLoader(directory, dtype, weights, kv_dtype, speculate, draft, service)
 
 

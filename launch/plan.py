@@ -59,8 +59,8 @@ FLAGS = (
     "model", "hardware", "accelerators", "pool", "between", "best", "devices_per_node",
     "domain_devices", "link", "trace",
     "mixture", "limit", "shared_tokens", "hit_rate", "arrivals", "ttft", "tpot", "attainment",
-    "modes", "finalists",
-    "most_requests", "engine", "speculation", "dtype", "weights", "kv_dtype", "codec", "fused",
+    "modes", "finalists", "most_requests",
+    "engine", "speculation", "draft", "dtype", "weights", "kv_dtype", "codec", "fused",
     "prefix_cache", "seed", "processes", "serve_rate", "dollars_per_hour", "output", "choose",
     "model_directory", "json",
 )  # fmt: skip
@@ -82,7 +82,7 @@ flags = define(
 
 def main() -> None:
     software = software_of(flags)
-    geometry = find_geometry(flags.model, flags.kv_dtype, software)
+    geometry = find_geometry(flags.model, flags.kv_dtype, software, flags.draft)
     pools = pools_of(flags, software)
     goal = Goal(flags.ttft, flags.tpot, flags.attainment)
     check_output(flags.output, ".py")

@@ -34,8 +34,8 @@ from launch.workload_inputs import arrivals_of, reasons, slo_limits
 
 FLAGS = (
     "trace", "mode", "prefill_workers", "decode_workers", "model", "prefill_hardware",
-    "decode_hardware", "prefill", "decode", "chunk_tokens",
-    "slots_per_rank", "fused", "engine", "speculation", "dtype", "weights", "kv_dtype", "codec",
+    "decode_hardware", "prefill", "decode", "chunk_tokens", "slots_per_rank", "fused",
+    "engine", "speculation", "draft", "dtype", "weights", "kv_dtype", "codec",
     "link", "host_devices", "prefix_cache", "host_cache_gib", "append_tokens", "block_tokens",
     "rate", "speed", "requests", "spread_tick_seconds", "variation", "turns", "think_seconds",
     "system_tokens", "concurrency", "prompt_tokens", "output_tokens", "ttft", "tpot", "seed",

@@ -2,10 +2,11 @@
 
     jdisagg switch_role --target=localhost:8700 --worker=prefill-1 --role=decode
 
-The worker drains, reshards its weights on the same devices, and serves in the new role. Running
-streams continue. Without --layout, the worker gets the most common layout of workers in the new
-role that fits its devices. When the worker serves again, one line reports the seconds that the
-change took. Exit status 1: the change was refused or failed, and the worker keeps its old role."""
+The worker drains, reshards its weights on the same devices if its layout changes, and serves in the
+new role. Running streams continue. Without --layout, the worker gets the most common layout of
+workers in the new role that fits its devices. When the worker serves again, one line reports the
+seconds that the change took. Exit status 1: the change was refused or failed, and the worker keeps
+its old role."""
 
 import asyncio
 import sys

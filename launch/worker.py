@@ -51,11 +51,12 @@ flags = define(
     *(name for name in ENGINE if name not in ("prefill", "decode")),
     *SERVICE,
     *shown("peer", "channel"),
-    *("devices", "gpus", "place"),
+    *("devices", "gpus", "place", "elastic"),
     *("num_processes", "process_id", "coordinator"),
     *("config_file", *OBSERVE),
     port=0,
     gpus=(None, "GPUs or TPU chips to use, e.g. 0-3,6. Default: all that are visible."),
+    elastic=(False, "Compile the programs of both roles at the start, for role changes."),
 )
 
 
@@ -129,6 +130,7 @@ def _of_flags() -> WorkerProcessConfig:
         f"/{socket.gethostname()}" if flags.place is None else flags.place,
         ProcessPlace(flags.process_id, flags.num_processes, flags.coordinator),
         observe_config(flags),
+        elastic=flags.elastic,
     )
 
 

@@ -33,7 +33,7 @@ from models import orbax_checkpoint
 from models.catalog import read_config
 from models.decoder import Decoder, abstract_model
 from models.decoder_config import DecoderConfig
-from models.eagle_checkpoint import with_eagle_head
+from models.draft_folder import with_drafter
 from models.hf_config import HfConfig
 from models.hf_sources import Source, Whole
 from models.hf_vision import OfVision, vision_source
@@ -122,7 +122,7 @@ def load_model(
         weights: Type to which the layers' matrices are quantized while they are read. Empty means
             no quantization.
         kv_dtype: Type in which KV is stored (`KEPT_DTYPES`). Empty means `dtype`.
-        draft: Folder of an EAGLE-3 head, which then drafts tokens.
+        draft: Folder of an EAGLE-3 head or a Gemma 4 assistant, which then drafts tokens.
         cut: Function from the model's KV spec to the layers of each pipeline stage. None divides
             the layers equally.
         tensors: Tensors to read instead of the folder's. The configuration and the vision encoder
@@ -151,7 +151,7 @@ def load_model(
     if files is not None:
         config, files = _with_drafts(config, files, served, draft, next_token)
         config = replace(config, tied=_is_tied(config, files, served, directory))
-    layout.check(config.geometry)
+    config.check(layout)
     meshes = layout_meshes(layout, config.kv_heads, devices)
     mesh, staged = meshes[0], layout.pp > 1
     platform = platform or devices[0].platform
@@ -198,11 +198,11 @@ def _with_drafts(
 ) -> tuple[DecoderConfig, CheckpointTensors]:
     if draft and served:
         raise ConfigError(
-            f"draft={draft}: weights that another process offers have no EAGLE-3 head; set"
+            f"draft={draft}: weights that another process offers have no drafter; set"
             " speculate to ngram or off"
         )
     if draft:
-        return with_eagle_head(draft, config, files)
+        return with_drafter(draft, config, files)
     if next_token:
         prefix, found = f"model.layers.{len(config.layers)}.", files.shapes()
         stored = all(prefix + name in found for name in NEXT_TOKEN.values())
@@ -252,11 +252,13 @@ def _with_kv_scales(
         if part.path not in of_path:
             first, layer, *_, component = part.path
             # The KV of the drafting layer has no calibrated scales, because drafts do not change
-            # output tokens.
-            of_layer = {}
+            # output tokens. An assistant reads the KV of the model's layers.
+            of_layer, assistant = {}, kept.config.assistant
             if first == "layers":
                 source = kept.kv_spec.layers[int(layer)].source
                 of_layer = scales[int(layer) if source is None else source]
+            elif assistant is not None:
+                of_layer = scales[assistant.reads[int(part.path[2])]]
             values = of_layer.get(str(component), np.ones(part.shape)).astype(part.dtype)
             of_path[part.path] = jax.make_array_from_callback(
                 part.shape, sharding, values.__getitem__

@@ -23,6 +23,7 @@ from jdisagg.ops.quantized_weights import KernelForm, Weights
 from models.blocks import DecoderLayer
 from models.decoder_config import DecoderConfig
 from models.eagle_head import EagleHead
+from models.gemma4_assistant import Gemma4Assistant
 from models.linear import Linear, Norm
 from models.next_token import NextTokenLayer
 from models.vision import VisionEncoder
@@ -174,7 +175,9 @@ class Decoder(nnx.Module):
 
 def _draft_layer(
     make: Make, config: DecoderConfig, form: KernelForm, tp: int
-) -> NextTokenLayer | EagleHead | None:
+) -> NextTokenLayer | EagleHead | Gemma4Assistant | None:
+    if config.assistant is not None:
+        return Gemma4Assistant(make, config, form, padded_vocabulary(config.vocabulary, tp))
     if config.eagle is not None:
         return EagleHead(make, config, form, padded_vocabulary(config.eagle.vocabulary, tp))
     return NextTokenLayer(make, config, config.draft_layer, form) if config.next_token else None

@@ -6,15 +6,18 @@ arrays."""
 
 import math
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from jdisagg.costs.linear_attention import LinearAttention
 from jdisagg.costs.model_geometry import CostGeometry, Experts, GroupedAttention, LatentAttention
-from jdisagg.layout.axes import ModelGeometry
+from jdisagg.layout.axes import Layout, ModelGeometry
 from jdisagg.layout.kv_spec import KEPT_DTYPES, KVComponent, KVLayer, KVSpec, latent_layer
 from jdisagg.ops.activations import UNGATED, Activation, ExpertGate
 from jdisagg.ops.rope_frequencies import Rope
 from models.vision_config import VisionConfig
+
+if TYPE_CHECKING:
+    from models.drafter_config import AssistantConfig, EagleConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -366,6 +369,7 @@ class DecoderConfig:
     mtp_aside: bool = False
     next_token: bool = False
     eagle: "EagleConfig | None" = None
+    assistant: "AssistantConfig | None" = None
     kv_dtype: str = ""
     vision: VisionConfig | None = None
 
@@ -413,6 +417,12 @@ class DecoderConfig:
             state_key_heads=linear.sharded_key_heads if linear else 0,
             state_value_heads=linear.value_heads if linear else 0,
         )
+
+    def check(self, layout: Layout) -> None:
+        """Raises LayoutError if a layout cannot shard the model, or its assistant."""
+        layout.check(self.geometry)
+        if self.assistant is not None:
+            replace(layout, ep=1).check(self.assistant.config.geometry)  # it has no experts
 
     def cost_geometry(self, name: str) -> CostGeometry:
         experts = self.experts
@@ -562,20 +572,3 @@ class DecoderConfig:
         if layer.index:  # in the model's type, so that `kept` does not change the selection
             parts.append(KVComponent("index", 0, layer.index.dim))
         return KVLayer(tuple(parts), layer.window)
-
-
-@dataclass(frozen=True)
-class EagleConfig:
-    """Configuration of an EAGLE-3 head (`eagle_head.py`).
-
-    Attributes:
-        taps: Layers of the model before which its activations are the head's input, ascending.
-        residual_after_norm: Whether the residual stream is the hidden state after its norm.
-        mapped: Whether draft tokens are numbered separately from the model's tokens (`d2t`).
-    """
-
-    config: DecoderConfig
-    taps: tuple[int, ...]
-    vocabulary: int
-    residual_after_norm: bool = False
-    mapped: bool = True

@@ -2,32 +2,28 @@
 layer, and safetensors files with `fc`, `midlayer`, `norm`, `lm_head` and `d2t`."""
 
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 
 from jdisagg.errors import CheckpointError
-from models.decoder_config import DecoderConfig, EagleConfig
+from models.decoder_config import DecoderConfig
+from models.drafter_config import EagleConfig
 from models.hf_config import HfConfig
-from models.hf_weights import PREFIX
 from models.llama import read_config
-from models.safetensors_files import CheckpointTensors, SafetensorsFiles
+from models.safetensors_files import SafetensorsFiles
 
 MAP = "d2t"  # for each draft token the difference between the model's token and its own number
 _UNUSED = ("t2d", "embed_tokens.weight")  # the inverse of the map, and a copy of the embedding
 
 
-def with_eagle_head(
-    folder: str, config: DecoderConfig, files: CheckpointTensors
-) -> tuple[DecoderConfig, CheckpointTensors]:
-    """Returns a model's configuration and tensors with those of an EAGLE-3 head. Raises
-    CheckpointError if the folder has no head in this form, or a head of another model."""
-    directory = Path(folder)
-    hf = HfConfig.from_directory(directory)
+def read_eagle_head(
+    hf: HfConfig, config: DecoderConfig, files: SafetensorsFiles
+) -> tuple[DecoderConfig, SafetensorsFiles, dict[str, np.ndarray]]:
+    """Returns a model's configuration with that of an EAGLE-3 head, the head's tensors, and those
+    of them whose values are computed. Raises CheckpointError if the folder has no head in this
+    form, or a head of another model."""
     own = read_config(hf)
-    found = SafetensorsFiles.from_directory(directory).renamed(
-        (("model.", ""), ("layers.0.", "midlayer."))
-    )
+    found = files.renamed((("model.", ""), ("layers.0.", "midlayer."))).without(_UNUSED)
     drafts = hf.count("draft_vocab_size", own.vocabulary)
     taps = _taps(hf, len(config.layers))
     rules = {
@@ -48,7 +44,7 @@ def with_eagle_head(
     for rule, holds in rules.items():
         if not holds:
             raise CheckpointError(
-                f"EAGLE head {folder}: {rule}; give the head that was trained for this model"
+                f"EAGLE head {hf.where}: {rule}; give the head that was trained for this model"
             )
     kinds = {
         "has recurrent state": any(layer.recurrent for layer in config.layers),
@@ -57,8 +53,8 @@ def with_eagle_head(
     for kind, applies in kinds.items():
         if applies:
             raise CheckpointError(
-                f"EAGLE head {folder}: the model {kind}, and such models have no heads here; remove"
-                " --draft"
+                f"EAGLE head {hf.where}: the model {kind}, and such models have no heads here;"
+                " remove --draft"
             )
     eagle = EagleConfig(
         replace(own, tied=False, kv_dtype=config.kv_dtype),
@@ -67,7 +63,11 @@ def with_eagle_head(
         hf.flag("norm_before_residual", False),
         MAP in found.shapes(),
     )
-    return replace(config, eagle=eagle), _TwoFolders(files, found)
+    targets = {}
+    if eagle.mapped:
+        offsets = found.raw(MAP)
+        targets[MAP] = (offsets + np.arange(len(offsets))).astype(np.float32)
+    return replace(config, eagle=eagle), found, targets
 
 
 def _taps(hf: HfConfig, layers: int) -> tuple[int, ...]:
@@ -83,35 +83,3 @@ def _taps(hf: HfConfig, layers: int) -> tuple[int, ...]:
     if listed[-1] >= layers:
         raise hf.error("eagle_config", f"must list layers below {layers}", "give the model's head")
     return tuple(listed)
-
-
-class _TwoFolders:
-    def __init__(self, files: CheckpointTensors, head: SafetensorsFiles) -> None:
-        self._files, self._head = files, head
-
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        own = {
-            PREFIX + name: shape
-            for name, shape in self._head.shapes().items()
-            if name not in _UNUSED
-        }
-        return {**self._files.shapes(), **own}
-
-    def kinds(self, *, but: tuple[str, ...] = ()) -> set[str]:
-        return self._files.kinds(but=but)
-
-    def unreadable(self) -> list[str]:
-        return self._files.unreadable()
-
-    @property
-    def total_bytes(self) -> int:
-        return self._files.total_bytes + self._head.total_bytes
-
-    def read(self, name: str, index: tuple[slice, ...]) -> np.ndarray:
-        if not name.startswith(PREFIX):
-            return self._files.read(name, index)
-        name = name.removeprefix(PREFIX)
-        if name == MAP:
-            offsets = self._head.raw(MAP)
-            return (offsets + np.arange(len(offsets))).astype(np.float32)[index]
-        return self._head.read(name, index)

@@ -28,7 +28,7 @@ class EagleHead(nnx.Module):
     """The layer and output head of an EAGLE-3 head, which drafts tokens. Implements
     `model_api.DraftLayer`."""
 
-    source = "eagle"
+    source, reads = "eagle", ()
 
     def __init__(self, make: Make, config: DecoderConfig, form: KernelForm, padded: int) -> None:
         eagle, width = config.eagle, config.width
@@ -79,6 +79,9 @@ class EagleHead(nnx.Module):
         valid_R = valid_T if rows_R is None else rows_R >= 0
         assert not isinstance(self.mlp, ParallelMLP)
         return x_RD + self.mlp(self.mlp_norm(x_RD), shards.of_rows(rows_R), valid_R)
+
+    def carried(self, y_RD: jax.Array, shards: Shards) -> jax.Array:
+        return y_RD
 
     def logits(self, y_RD: jax.Array, shards: Shards) -> jax.Array:
         """Ids that are not draft tokens have -inf."""

@@ -96,7 +96,7 @@ def read_config(
 def _token_inputs(hf: HfConfig, vocabulary: int) -> int:
     assumed = 0 if "hidden_size_per_layer_input" in hf.fields else 256
     size = hf.count("hidden_size_per_layer_input", assumed, least=0)
-    rows = hf.count("vocab_size_per_layer_input", 262144)
+    rows = hf.count("vocab_size_per_layer_input", 262144, least=0)
     if size and rows != vocabulary:
         raise hf.error(
             "vocab_size_per_layer_input",

@@ -7,7 +7,8 @@ gate and up are adjacent, or interleaved if the experts have biases (gpt-oss).""
 from collections.abc import Mapping
 from dataclasses import replace
 
-from models.decoder_config import DecoderConfig, EagleConfig
+from models.decoder_config import DecoderConfig
+from models.drafter_config import EagleConfig
 from models.hf_recurrent import convolution_source, delta_source, lightning_source, mamba_source
 from models.hf_sources import (
     Columns,
@@ -247,7 +248,7 @@ MTP_NAMES = {
     "fc.": "eh_proj.",
     "norm.": "shared_head.norm.",
 }
-PREFIX = "draft."  # of the tensors of an EAGLE-3 head, among those of the model
+PREFIX = "draft."  # of the tensors of a separate drafter, among those of the model
 EAGLE = {
     "fuse.kernel": "fc.weight",
     "embedding_norm.weight": "midlayer.input_layernorm.weight",
@@ -255,6 +256,13 @@ EAGLE = {
     "mlp_norm.weight": "midlayer.post_attention_layernorm.weight",
     "norm.weight": "norm.weight",
     "targets": "d2t",
+}
+ASSISTANT = {
+    "into.kernel": "pre_projection.weight",
+    "out.kernel": "post_projection.weight",
+    "norm.weight": "model.norm.weight",
+    "centroids.kernel": "masked_embedding.centroids.weight",
+    "clusters": "masked_embedding.token_ordering",
 }
 EXPERTS: dict[str, tuple[str, ...]] = {
     "mlp.gate": (
@@ -382,6 +390,8 @@ def _next_token_source(parameter: ParameterShape, config: DecoderConfig, found: 
     number, (_, first, *rest) = len(config.layers), parameter.path
     if config.eagle is not None:
         return _eagle_source(parameter, config.eagle)
+    if config.assistant is not None:
+        return _assistant_source(parameter, config.vocabulary, found)
     if first == "layer":
         stored = replace(config, layers=config.stored_layers)
         return find_source(replace(parameter, path=("layers", number, *rest)), stored, found)
@@ -397,6 +407,20 @@ def _eagle_source(parameter: ParameterShape, eagle: EagleConfig) -> Source:
         return Whole(f"{PREFIX}lm_head.weight", whole, flipped=not parameter.transposed)
     name = EAGLE[key] if key in EAGLE else f"midlayer.{LAYER[key][0]}"
     return _matrix(PREFIX + name, shape, parameter.transposed)
+
+
+def _assistant_source(parameter: ParameterShape, vocabulary: int, found: Shapes) -> Source:
+    _, first, *rest = parameter.path
+    key, shape = ".".join(map(str, (first, *rest))), parameter.shape
+    if key == "head":
+        return Whole(f"{PREFIX}lm_head.weight", (vocabulary, shape[1]))
+    if first != "layers":
+        return _matrix(PREFIX + ASSISTANT[key], shape, parameter.transposed)
+    number, *rest = rest
+    key = ".".join(map(str, rest))
+    names = [f"{PREFIX}model.layers.{number}.{name}" for name in LAYER[key]]
+    name = next((name for name in reversed(names) if name in found), names[0])
+    return _matrix(name, shape, parameter.transposed)
 
 
 def _fused_matrix(

@@ -18,8 +18,10 @@ from jdisagg.ops.quantized_weights import Weights
 from models import orbax_checkpoint
 from models.catalog import FAMILIES, read_config
 from models.checkpoint import equal_stages, find_sources, open_files, stage_of_path, vision_files
-from models.decoder import Decoder, abstract_model
+from models.decoder import abstract_model
 from models.decoder_config import DecoderConfig, LayerConfig
+from models.draft_folder import with_drafter
+from models.gemma4_assistant_checkpoint import ASSISTANTS
 from models.hf_config import HfConfig
 from models.parameter_tree import parameter_shapes
 from models.quantized_files import QuantizedFiles
@@ -41,12 +43,14 @@ class Inspection:
     missing: list[str] = field(default_factory=list)
     config: DecoderConfig | None = None
     geometry: CostGeometry | None = None
+    drafter: str = ""
     stored: str = "no weights were read"
     tokenizer: str = ""
 
 
-def inspect(path: Path) -> Inspection:
-    """Raises CheckpointError if `path` is neither."""
+def inspect(path: Path, draft: str = "") -> Inspection:
+    """`draft`: folder of a separate drafter. Raises CheckpointError if `path` is neither a folder
+    nor a file."""
     bare = path.is_file()
     hf = HfConfig.from_file(path) if bare else HfConfig.from_directory(path)
     found = Inspection(
@@ -58,9 +62,11 @@ def inspect(path: Path) -> Inspection:
         text = hf.fields.get("text_config")  # the part of a multimodal model that would be served
         if isinstance(text, dict):
             hf = HfConfig({**hf.fields, **text, "model_type": found.family}, hf.where)
-        found.missing = [f"the family {found.family!r}", *hf.unread(known_only=True)]
+        drafts = found.family in ASSISTANTS
+        of_drafter = " (a drafter: give --model its model, and --draft this folder)" * drafts
+        found.missing = [f"the family {found.family!r}{of_drafter}", *hf.unread(known_only=True)]
     if not bare:
-        _look_at_files(found, path, hf)
+        _look_at_files(found, path, hf, draft)
     return found
 
 
@@ -69,7 +75,7 @@ def layers_by_kind(config: DecoderConfig) -> list[tuple[str, int]]:
 
 
 def kv_by_kind(config: DecoderConfig, dtype: str) -> dict[str, int]:
-    kept = zip(config.layers, config.kv_spec(dtype).layers, strict=True)
+    kept = zip(config.layers, config.kv_spec(dtype).layers, strict=False)
     return {
         _kind(layer, config): KVSpec((KVLayer(of_layer.components),), dtype).bytes_per_token
         for layer, of_layer in kept
@@ -82,7 +88,7 @@ def bytes_per_device(
     """Returns the bytes on one device of the weights, of one token's KV, and of one sequence's
     recurrent state. With several pipeline stages, returns the bytes of the largest stage. Raises
     LayoutError if the layout cannot shard the model."""
-    layout.check(config.geometry)
+    config.check(layout)
     shape = layout.mesh_shape(config.kv_heads)
     sizes: dict[str, int] = dict(zip(MESH_AXES, shape, strict=True))
     model = abstract_model(config, dtype=dtype, tp=layout.tp, weights=weights, staged=layout.pp > 1)
@@ -114,7 +120,7 @@ def _read_strictly(found: Inspection, hf: HfConfig) -> None:
     found.geometry = found.config.cost_geometry(hf.where)
 
 
-def _look_at_files(found: Inspection, directory: Path, hf: HfConfig) -> None:
+def _look_at_files(found: Inspection, directory: Path, hf: HfConfig, draft: str) -> None:
     if found.config is not None:
         try:
             seen = None
@@ -122,7 +128,7 @@ def _look_at_files(found: Inspection, directory: Path, hf: HfConfig) -> None:
                 seen = vision_files(directory, found.config)
             if seen is None:
                 found.config = replace(found.config, vision=None)
-            found.stored = _stored(abstract_model(found.config), directory, hf, seen)
+            found.stored = _stored(found, directory, hf, seen, draft)
         except CheckpointError as error:
             found.missing += [error.message] if error.message not in found.missing else []
     try:
@@ -143,10 +149,17 @@ def _chat(tokenizer: Tokenizer) -> str:
     return f"a chat template, for tool calls {calls}"
 
 
-def _stored(model: Decoder, directory: Path, hf: HfConfig, vision: CheckpointTensors | None) -> str:
+def _stored(
+    found: Inspection, directory: Path, hf: HfConfig, vision: CheckpointTensors | None, draft: str
+) -> str:
+    assert found.config is not None
     if orbax_checkpoint.is_orbax(directory):
         return "Orbax format (checked when it is loaded)"
     files = open_files(directory, hf)
+    if draft:
+        found.config, files = with_drafter(draft, found.config, files)
+        found.drafter = _drafter(found.config)
+    model = abstract_model(found.config)
     if unreadable := files.unreadable():
         raise CheckpointError(
             f"{len(unreadable)} tensors of an unsupported type: {', '.join(unreadable[:_LISTED])}"
@@ -155,6 +168,18 @@ def _stored(model: Decoder, directory: Path, hf: HfConfig, vision: CheckpointTen
     text = f"{files.total_bytes:,} bytes of {', '.join(sorted(files.kinds()))}"
     restored = ", quantized matrices restored while reading"
     return text + (restored if isinstance(files, QuantizedFiles) else "")
+
+
+def _drafter(config: DecoderConfig) -> str:
+    parts = parameter_shapes(abstract_model(config))
+    count = sum(prod(part.shape) for part in parts if part.path[0] == "next_token")
+    if (assistant := config.assistant) is None:
+        return f"eagle, {count:,} parameters, with KV of its own"
+    read = ", ".join(map(str, sorted(set(assistant.reads))))
+    return (
+        f"assistant, {len(assistant.reads)} layers of {assistant.config.width}, {count:,}"
+        f" parameters, without KV: reads that of layers {read}"
+    )
 
 
 def _kind(layer: LayerConfig, config: DecoderConfig) -> str:

@@ -22,7 +22,7 @@ class NextTokenLayer(nnx.Module):
     """The checkpoint's own multi-token prediction layer, which drafts tokens. Implements
     `model_api.DraftLayer`."""
 
-    source, taps = "mtp", ()
+    source, taps, reads = "mtp", (), ()
 
     def __init__(
         self, make: Make, config: DecoderConfig, layer: LayerConfig, form: KernelForm
@@ -55,6 +55,9 @@ class NextTokenLayer(nnx.Module):
         """Returns the model's hidden states `y_TD` unchanged, because the layer has the model's
         width."""
         return y_TD
+
+    def carried(self, y_RD: jax.Array, shards: Shards) -> jax.Array:
+        return y_RD
 
     def logits(self, y_RD: jax.Array, shards: Shards) -> jax.Array | None:
         """Returns None, because the model's own output head computes the logits."""

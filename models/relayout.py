@@ -27,7 +27,7 @@ def relayout(loaded: LoadedModel, layout: Layout, devices: Sequence[Device]) -> 
     Donates `loaded`, which must not be used afterwards. Other references to its arrays keep their
     memory in use. Raises `LayoutError` before anything is transferred."""
     config, dtype = loaded.model.config, loaded.model.kv_spec.dtype
-    layout.check(config.geometry)
+    config.check(layout)
     if layout.pp > 1 or loaded.later:
         raise LayoutError(
             f"layout {layout}: weights of pipeline stages are not resharded in place; load them"

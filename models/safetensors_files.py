@@ -145,6 +145,11 @@ class SafetensorsFiles:
         named = self._tensors.items()
         return SafetensorsFiles({renamed(name, beginnings): each for name, each in named})
 
+    def without(self, endings: tuple[str, ...]) -> "SafetensorsFiles":
+        """Returns a view without the tensors whose names end with one of `endings`."""
+        named = self._tensors.items()
+        return SafetensorsFiles({name: each for name, each in named if not name.endswith(endings)})
+
     def shapes(self) -> dict[str, tuple[int, ...]]:
         return {name: tensor.shape for name, tensor in self._tensors.items()}
 

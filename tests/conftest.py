@@ -55,8 +55,8 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture(scope="module")
 def few_objects() -> None:
-    """For modules that collect garbage in many tests."""
-    set_aside()
+    """For modules that collect garbage in many tests, which look at new objects alone."""
+    gc.freeze()
 
 
 _memory = Memory()

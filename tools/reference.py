@@ -195,6 +195,8 @@ def _texts(nodes: list[ast.expr]) -> list[str]:
     for node in nodes:
         if isinstance(node, ast.Starred):
             found += _texts(getattr(node.value, "elts", []))
+        elif isinstance(node, ast.IfExp):
+            found += _texts([node.body, node.orelse])
         else:
             parts = node.values if isinstance(node, ast.JoinedStr) else [node]
             values = [part.value for part in parts if isinstance(part, ast.Constant)]

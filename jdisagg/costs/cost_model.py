@@ -153,13 +153,20 @@ class CostModel:
         rows = sequences * (1 + kernels.draft_tokens)
         attention = self._decode_attention(sequences, tokens, 1 + kernels.draft_tokens)
         device = self._device(rows, rows, attention)
-        # Each draft takes one more layer, with attention, and the output projection.
-        head = self._head(sequences)
-        body = self._layers(sequences, sequences) + head * -1
-        body += self._decode_attention(sequences, tokens)
-        device += (body * (1 / self.geometry.layers) + head) * kernels.draft_tokens
+        device += self._draft(sequences, tokens) * kernels.draft_tokens
         cost = self._issued(device, launch, self.host_seconds(sequences))
         return cost * (1 / kernels.tokens_per_step)
+
+    def _draft(self, sequences: int, context_tokens: float) -> Cost:
+        """One more layer with attention and the output projection, or an assistant, whose layers
+        attend to the model's KV."""
+        attention = self._decode_attention(sequences, context_tokens)
+        if (assistant := self.geometry.assistant) is not None:
+            share = assistant.layers / self.geometry.attention_layers
+            return self._read(assistant.parameters / self.layout.tp, sequences) + attention * share
+        head = self._head(sequences)
+        body = self._layers(sequences, sequences) + head * -1 + attention
+        return body * (1 / self.geometry.layers) + head
 
     def decode_seconds(self, sequences: int, context_tokens: float, longest: float = 0.0) -> float:
         """Returns exactly `decode_of(...).seconds`, but faster, because it builds no `Cost`."""
@@ -271,9 +278,12 @@ class CostModel:
         """Experts are spread over ep, or sharded by tp; other matrices and the embedding are
         sharded by tp. Each device has the whole MoE router, the whole projections of an MLA latent,
         and at least one kv head. Each dp rank has a copy of all but experts. Layers are spread over
-        pipeline stages, and speculation adds one to the last."""
+        pipeline stages, and speculation adds one to the last, or a whole assistant to each
+        device."""
         matrices, experts, embedded = self._weight_bytes
         drafts = self.stage_weight_bytes(1) - embedded if self._kernels.draft_tokens else 0.0
+        if drafts and (assistant := self.geometry.assistant) is not None:
+            drafts = assistant.parameters * self.value_bytes
         return (matrices + experts + embedded) / self.stages + drafts
 
     def update_seconds(self, link: Link) -> float:
@@ -308,7 +318,8 @@ class CostModel:
     @property
     def kv_bytes_per_device(self) -> float:
         layers = self.geometry.attention_layers / self.stages
-        return (layers + (1 if self._kernels.draft_tokens else 0)) * self._kv_bytes()
+        drafts = self._kernels.draft_tokens > 0 and self.geometry.assistant is None
+        return (layers + drafts) * self._kv_bytes()
 
     @property
     def state_bytes(self) -> int:
@@ -362,9 +373,11 @@ class CostModel:
         return compute, memory, passes, communication, operations * self._op_seconds
 
     def _head(self, sampled: float) -> Cost:
-        head = self.geometry.vocabulary * self.geometry.width / self.layout.tp
-        arithmetic = 2 * head * sampled * self._seconds_per_flop
-        traffic = head * self.value_bytes * self._seconds_per_byte
+        return self._read(self.geometry.vocabulary * self.geometry.width / self.layout.tp, sampled)
+
+    def _read(self, values: float, tokens: float) -> Cost:
+        arithmetic = 2 * values * tokens * self._seconds_per_flop
+        traffic = values * self.value_bytes * self._seconds_per_byte
         return Cost(compute=arithmetic) if arithmetic > traffic else Cost(memory=traffic)
 
     def _issued(self, device: Cost, launch_seconds: float, host_seconds: float) -> Cost:

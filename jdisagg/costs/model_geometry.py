@@ -219,6 +219,15 @@ class ImageEncoder(Message, frozen=True):
 
 
 @dataclass(frozen=True, slots=True)
+class AssistantSizes:
+    """Numbers of layers and parameters of a Gemma 4 assistant, which drafts tokens from the KV of
+    the model."""
+
+    layers: int
+    parameters: int
+
+
+@dataclass(frozen=True, slots=True)
 class CostGeometry:
     """Sizes of one model.
 
@@ -238,6 +247,7 @@ class CostGeometry:
         id; 0 for none.
       doubled_ffn: Number of layers whose dense ffn is twice as wide. They are among those that read
         the KV of an earlier layer.
+      assistant: Sizes of the assistant that drafts tokens, or None.
     """
 
     name: str
@@ -260,6 +270,7 @@ class CostGeometry:
     images: ImageEncoder | None = field(default=None, compare=False)
     token_inputs: int = 0
     doubled_ffn: int = 0
+    assistant: AssistantSizes | None = None
 
     def __post_init__(self) -> None:
         for name in ("width", "layers", "vocabulary", "context_tokens"):

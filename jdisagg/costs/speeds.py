@@ -41,6 +41,8 @@ class PriceSource(enum.Enum):
     MEASURED = "measured"
     ASSUMED = "assumed"
 
+    __hash__ = object.__hash__  # by identity, which is fast, because lookups are frequent
+
 
 @dataclass(frozen=True, slots=True)
 class Kind:

@@ -107,7 +107,9 @@ class Attempt:
         began = self._context.clock.now()
         if self._run.request.prefill_only and decision.prefill is not None:
             return await self._prefill_alone(decision.prefill)
-        computes = decision.prefill is None or self._resumes(decision.decode)
+        # a decode worker may have cached all KV of an answer that gave way; the router learns of
+        # full blocks only later, and never of the rest
+        computes = decision.prefill is None or bool(self.children[0].accepted)
         try:
             held = self._held = await reserve(
                 self._context,
@@ -134,11 +136,6 @@ class Attempt:
         finally:
             if len(self._ended) < len(self.children):
                 await to_the_end(self._free(held))
-
-    def _resumes(self, decode: str) -> bool:
-        """Whether the decode worker might have cached all but a few tokens of a preempted sequence,
-        and may compute these itself. The router learns of such blocks only later."""
-        return bool(self.children[0].accepted) and self._context.placer.most_computed(decode) > 0
 
     async def _prefill_worker(self, held: ReservationHandle) -> str | None:
         """A prefill worker is needed if the decode worker has so few tokens cached that its running

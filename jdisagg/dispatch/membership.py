@@ -4,7 +4,8 @@ The age of a worker's last heartbeat decides its state. A SUSPECT worker gets no
 its running requests continue. A worker that stays silent for longer counts as gone: its ports are
 closed, which ends their calls, and the worker must register again.
 
-A new process at another address is refused while the old process is alive.
+A new process at another address is refused while the old process is alive. A process that changes
+its role registers again, with the same boot id; the ports of its old role stay open for a while.
 
 Imports neither JAX nor gRPC; worker ports come from a factory. `sweep` must be called regularly,
 because it removes the workers that are gone."""
@@ -116,6 +117,8 @@ class Membership:
             return
         if known is not None:
             self._check_displaced(known, card)
+            if known.card.boot_id == card.boot_id:
+                self._let_go(known)
             self._close(known)
         self.accounts.absences.came(card.name, self._clock.now())
         self.accounts.state.describe(card.name, _description(card))
@@ -161,9 +164,12 @@ class Membership:
         read all tokens that the worker has sent."""
         entry = self._entries.get(name)
         if entry is not None and entry.card.boot_id == boot_id:
-            self._left.append((self._clock.now(), entry.ports))
-            entry.ports = WorkerPorts()
+            self._let_go(entry)
             self._forget(entry)
+
+    def _let_go(self, entry: _Entry) -> None:
+        self._left.append((self._clock.now(), entry.ports))
+        entry.ports = WorkerPorts()
 
     def sweep(self) -> tuple[WorkerCard, ...]:
         oldest = self._clock.now() - self._timeouts.gone_seconds

@@ -194,7 +194,7 @@ class RequestRun:
 
     @property
     def output_tokens(self) -> int:
-        return sum(len(child.accepted) for child in self.children)
+        return sum([len(child.accepted) for child in self.children])
 
     @property
     def open_children(self) -> list[int]:
@@ -371,8 +371,8 @@ class RequestRun:
 
     def timings(self, now: float) -> Timings:
         decoded = [child for child in self.children if child.first_at is not None]
-        followers = sum(len(child.accepted) - child.resumed_tokens - 1 for child in decoded)
-        decoding = sum(child.latest_at - (child.first_at or 0.0) for child in decoded)
+        followers = sum([len(child.accepted) - child.resumed_tokens - 1 for child in decoded])
+        decoding = sum([child.latest_at - (child.first_at or 0.0) for child in decoded])
         gaps = [
             child.second_at - (child.first_at or 0.0)
             for child in decoded

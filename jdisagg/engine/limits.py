@@ -5,7 +5,15 @@ import math
 from dataclasses import replace
 from typing import Any
 
-from jdisagg.config import NO_PREFIX, EngineConfig, InstanceConfig, Mode, PrefixConfig, WorkerConfig
+from jdisagg.config import (
+    FROM_FOLDER,
+    NO_PREFIX,
+    EngineConfig,
+    InstanceConfig,
+    Mode,
+    PrefixConfig,
+    WorkerConfig,
+)
 from jdisagg.errors import ConfigError
 from jdisagg.layout.kv_spec import KVSpec, ring_pages
 from jdisagg.layout.platforms import traits_of
@@ -232,8 +240,8 @@ def window_pages(pages: int, page_size: int, window: int, context_tokens: int, c
 
 def drafts_with_layer(speculate: str, platform: str, stages: int) -> bool:
     """Returns whether an instance loads the checkpoint's next-token layer, if there is one and no
-    EAGLE-3 head is given. With `speculate` "auto", an instance on a CPU does not load it, because
-    the layer adds to each prompt's computation and KV even if drafts save no time.
+    separate drafter is given. With `speculate` "auto", an instance on a CPU does not load it,
+    because the layer adds to each prompt's computation and KV even if drafts save no time.
 
     Args:
         speculate: As in `InstanceConfig`.
@@ -245,21 +253,22 @@ def drafts_with_layer(speculate: str, platform: str, stages: int) -> bool:
     )
 
 
-def loads_head(speculate: str, stages: int) -> bool:
-    """Returns whether an instance loads the configured EAGLE-3 head. With `speculate` "auto", an
-    instance with several pipeline stages does not load it. `drafts_with_layer` describes the
+def loads_drafter(speculate: str, stages: int) -> bool:
+    """Returns whether an instance loads the configured separate drafter. With `speculate` "auto",
+    an instance with several pipeline stages does not load it. `drafts_with_layer` describes the
     arguments."""
-    return speculate == "eagle" or (speculate == "auto" and stages == 1)
+    return speculate in FROM_FOLDER or (speculate == "auto" and stages == 1)
 
 
-def check_head(draft: str, instance: InstanceConfig) -> None:
-    """Raises ConfigError if an instance would not load the EAGLE-3 head in the folder `draft`."""
+def check_drafter(draft: str, instance: InstanceConfig) -> None:
+    """Raises ConfigError if an instance would not load the drafter in the folder `draft`."""
     pp = instance.layout.pp
-    if draft and not loads_head(instance.speculate, pp):
+    if draft and not loads_drafter(instance.speculate, pp):
         raise ConfigError(
-            f"draft={draft}: an EAGLE-3 head drafts only with speculate=eagle or auto and without"
-            f" pipeline stages, and this instance has speculate={instance.speculate} and pp={pp};"
-            f" remove --draft, or set --speculate=eagle{' and pp=1' if pp > 1 else ''}"
+            f"draft={draft}: a separate drafter drafts only with speculate={', '.join(FROM_FOLDER)}"
+            f" or auto and without pipeline stages, and this instance has"
+            f" speculate={instance.speculate} and pp={pp}; remove --draft, or set"
+            f" --speculate=auto{' and pp=1' if pp > 1 else ''}"
         )
 
 

@@ -5,6 +5,7 @@ or as many as fit. If the context length is not configured, it is reduced until 
 sequence fit. If even this is impossible, an error lists all parts of the plan. Only
 `device_memory`, `host_room` and `check_host_cache` read the machine's state."""
 
+import json
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -31,12 +32,12 @@ from jdisagg.engine.host_memory import host_memory
 from jdisagg.engine.limits import (
     SAMPLES_PER_CHUNK,
     asked_groups,
-    check_head,
+    check_drafter,
     drafts_with_layer,
     group_count,
     hands_windows_apart,
     largest_chunk,
-    loads_head,
+    loads_drafter,
     snapshot_slots,
     state_slots,
     window_pages,
@@ -56,7 +57,7 @@ from jdisagg.scheduler.host_blocks import MOST_WRITING
 from jdisagg.worker.given_kv import MOST_CHUNKS, MOST_CHUNKS_OF_DECODE, MOST_GIVEN_WITH_STATE
 from jdisagg.worker.host_tier import MOST_SNAPSHOTS_WRITING
 from jdisagg.worker.incoming_handoff import BLOCKS_IN_FLIGHT
-from jdisagg.worker.peer_fetch import MOST_FETCHES
+from jdisagg.worker.incoming_kv import MOST_FETCHES
 
 # Default fraction of a host's memory. The rest is for XLA's fragmentation, Python and other
 # programs.
@@ -174,6 +175,16 @@ def fit_worker(
     return replace(config, model=model, instance=instance), plan
 
 
+def fit_roles(
+    config: WorkerConfig, role: WorkerRole, geometry: CostGeometry, memory: DeviceMemory
+) -> tuple[WorkerConfig, MemoryPlan]:
+    """As `fit_worker`, for a worker that may also take the other role, of prefill and decode, on
+    the same mesh: both must fit, and the pages are those of the role that leaves fewer."""
+    fitted = [fit_worker(config, one, geometry, memory) for one in (role, role.other)]
+    least, plan = min(fitted, key=lambda one: (one[1].context_tokens, one[1].tokens_per_rank))
+    return least, replace(plan, instance=fitted[0][1].instance)
+
+
 def fit_instance(
     instance: InstanceConfig,
     role: WorkerRole,
@@ -188,9 +199,9 @@ def fit_instance(
     Raises:
         ConfigError: The device memory is too small for the weights, activations, KV in transfer,
             and the configured pages (or the pages of one sequence). The message lists these parts.
-            Or an EAGLE-3 head is given that the instance would not load.
+            Or a drafter is given that the instance would not load.
     """
-    check_head(model.draft, instance)
+    check_drafter(model.draft, instance)
     drafts = geometry.next_token_layers > 0 or bool(model.draft)
     can_part = geometry.windowed_part > 0
     apart = hands_windows_apart(can_part, mode)
@@ -338,14 +349,14 @@ def bytes_per_device(
     platform: str = "cpu",
     draft: str = "",
 ) -> DeviceBytes:
-    """Returns the bytes of a model on each device. Includes the layer that drafts tokens, if any:
-    the model's own, or the EAGLE-3 head in the folder `draft`, which is counted as unsharded. With
+    """Returns the bytes of a model on each device. Includes what drafts tokens, if anything: the
+    model's own layer, or the drafter in the folder `draft`, which is counted as unsharded. With
     pipeline stages, returns the bytes of the longest stage, plus embedding and head."""
     added, drafting, slots = 0, 0, adapter_bytes(geometry, instance, dtype)
     layer = drafts_with_layer(instance.speculate, platform, instance.layout.pp)
-    if draft and loads_head(instance.speculate, instance.layout.pp):
+    if draft and loads_drafter(instance.speculate, instance.layout.pp):
         added = sum(path.stat().st_size for path in Path(draft).glob("*.safetensors"))
-        drafting = 1
+        drafting = int(not _is_assistant(Path(draft)))
     elif geometry.next_token_layers and layer:
         experts = geometry.expert_layers + (geometry.experts is not None)
         geometry = replace(geometry, layers=geometry.layers + 1, expert_layers=experts)
@@ -363,6 +374,15 @@ def bytes_per_device(
         round(kv * geometry.windowed_part),
         slots * longest // geometry.layers if instance.layout.pp > 1 else slots,
     )
+
+
+def _is_assistant(draft: Path) -> bool:
+    """Whether the drafter reads the model's KV and has none."""
+    try:
+        fields = json.loads((draft / "config.json").read_text())
+    except (OSError, ValueError):
+        return False  # reported when it is loaded
+    return isinstance(fields, dict) and str(fields.get("model_type")).endswith("_assistant")
 
 
 def _longest_stage(geometry: CostGeometry, instance: InstanceConfig, costs: CostModel) -> int:

@@ -8,7 +8,7 @@ import gc
 import itertools
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import jax
@@ -21,7 +21,7 @@ from jdisagg.engine.stages import check_stages
 from jdisagg.errors import ConfigError, LayoutError
 from jdisagg.executor.mesh_executor import MeshExecutor, MeshRole
 from jdisagg.executor.programs import Programs
-from jdisagg.executor.step_times import measure_step_times
+from jdisagg.executor.step_times import measure_step_times, measured_tokens
 from jdisagg.executor.warm_up import WarmUpStep, warm_up_steps
 from jdisagg.layout.axes import Layout
 from jdisagg.layout.mesh_card import KvEnd
@@ -60,14 +60,47 @@ class Replica:
     executor: MeshExecutor
     loaded: Loaded
     times: StepTimes | None = None
+    _of_roles: dict[WorkerRole, StepTimes] = field(default_factory=dict)
 
-    async def measure(self) -> None:
-        """Must be called after warm-up and before the mesh serves."""
+    async def measure(self, pages: Sequence[Sequence[int]] | None = None) -> None:
+        """Must be called after warm-up, and before the mesh serves or while none of its commands
+        run.
 
-        def measure() -> None:
-            self.times = measure_step_times(self.executor)
+        Args:
+            pages: Pages of each dp rank that may be overwritten. None: all.
+        """
+        role = self.host.role
+        if role not in self._of_roles:
+            measuring = mesh_role(self.host)
 
-        await self.executor.on_dispatch_thread(measure)
+            def measure() -> None:
+                self._of_roles[role] = measure_step_times(self.executor, measuring, pages)
+
+            await self.executor.on_dispatch_thread(measure)
+        self.times = self._of_roles[role]
+
+    def steps(self, *further: WorkerRole) -> list[WarmUpStep]:
+        """Returns the warm-up of the worker's role; or what `further` roles need besides."""
+        own, *others = [
+            mesh_role(replace(self.host, role=role)) for role in (self.host.role, *further)
+        ]
+        of_own = warm_up_steps(self.executor, own)
+        return warm_up_steps(self.executor, own, *others)[len(of_own) :] if others else of_own
+
+    async def take_role(
+        self, role: WorkerRole, pages: Sequence[Sequence[int]] | None = None, measures: bool = True
+    ) -> None:
+        """Lets the mesh serve in another role, and measures its times if it has not had the role
+        before. As for `measure`, none of its commands may run."""
+        self.host = replace(self.host, role=role)
+        await self.executor.on_dispatch_thread(lambda: self.executor.choose_chunks(role.computes))
+        self.times = self._of_roles.get(role)
+        if measures:
+            await self.measure(pages)
+
+    def scratch_tokens(self, role: WorkerRole) -> int:
+        """Returns for how many positions `take_role` needs pages."""
+        return 0 if role in self._of_roles else measured_tokens(self.executor.limits)
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +151,7 @@ def build_executor(
         programs.platform,
         windows_apart=windows_apart,
         rings=windows_apart and role.decode,
-        append_tokens=prefix.appends if role.decode and not role.prefill else 0,
+        append_tokens=prefix.appends if role.decode and (role.emit or not role.prefill) else 0,
         prefix=prefix if role.prefill or prefix.appends else NO_PREFIX,
     )
     limits = replace(
@@ -160,16 +193,32 @@ def build_replica(
         config.instance,
         host.mode,
         loaded,
-        mesh_role(host),
+        mesh_capabilities(host),
         channel,
         context_tokens(config.model, loaded.model),
         groups,
         hands_windows_apart(loaded.model.kv_spec.can_part, host.mode),
         config.prefix,
     )
+    executor.choose_chunks(host.role.computes)
     if plane is not None:
         executor.card = replace(executor.card, ends=plane.ends, transports=plane.transports)
     return Replica(host, executor, loaded)
+
+
+def mesh_capabilities(host: WorkerHost) -> MeshRole:
+    """Returns what the mesh must be able to do in each role that the worker may have."""
+    one = mesh_role(host)
+    if not host.changes:
+        return one
+    other = mesh_role(replace(host, role=host.role.other))
+    return replace(
+        max(one, other, key=lambda role: role.decode),  # its blocks may have a codec
+        prefill=True,
+        emit=True,
+        extracts=one.extracts or other.extracts,
+        peer_tokens=max(one.peer_tokens, other.peer_tokens),
+    )
 
 
 def mesh_role(host: WorkerHost) -> MeshRole:
@@ -206,6 +255,7 @@ async def warm_up(
     replicas: Sequence[Replica],
     progress: Progress | None = None,
     more: Sequence[tuple[MeshExecutor, WarmUpStep]] = (),
+    beside: bool = False,
 ) -> None:
     """Compiles and runs all programs of replicas, and measures their times. Programs are traced in
     turn, and as many are compiled at a time as there are processor cores. If an instance spans
@@ -216,11 +266,12 @@ async def warm_up(
 
     Args:
         more: Further warm-up steps, which run after those of the replicas.
+        beside: Whether the meshes serve, so that one program is compiled at a time.
     """
-    steps = [(one.executor, step) for one in replicas for step in warm_up_steps(one.executor)]
+    steps = [(one.executor, step) for one in replicas for step in one.steps()]
     steps += more
     in_order = any(executor.programs.spans_processes for executor, _ in steps)
-    places = asyncio.Semaphore(1 if in_order else len(os.sched_getaffinity(0)))
+    places = asyncio.Semaphore(1 if in_order or beside else len(os.sched_getaffinity(0)))
     done = itertools.count(1)
 
     async def run(executor: MeshExecutor, step: WarmUpStep) -> None:

@@ -1,6 +1,6 @@
 """Checks that a configuration is supported with pipeline stages. Has no side effects."""
 
-from jdisagg.config import InstanceConfig
+from jdisagg.config import FROM_FOLDER, InstanceConfig
 from jdisagg.errors import ConfigError
 
 
@@ -25,7 +25,7 @@ def check_stages(
         ),
         "the layer that drafts tokens needs the embedding, which is on the first stage, behind the"
         " last stage; set speculate to ngram or off": (
-            drafts and instance.speculate in ("mtp", "eagle")
+            drafts and instance.speculate in ("mtp", *FROM_FOLDER)
         ),
     }
     for reason, applies in reasons.items():

@@ -24,6 +24,7 @@ from jdisagg.executor.results import BlockReading, PullReading, start_reading
 from jdisagg.layout.kv_spec import KvKind, KVLayer, KVSpec
 from jdisagg.layout.mesh_card import MeshCard
 from jdisagg.layout.platforms import traits_of
+from jdisagg.layout.reshard_plan import head_granule
 from jdisagg.messages.step_commands import (
     HOST,
     CopyPages,
@@ -36,7 +37,6 @@ from jdisagg.ops.kv_pages import copy_pages, gather_block
 from jdisagg.ops.kv_rows import block_of
 from jdisagg.scheduler.blocks import layer_groups
 from jdisagg.scheduler.executor import MeshLimits
-from jdisagg.transfer.boxes import head_granule
 from jdisagg.transfer.channel import BlockStamp, Channel, Pull, PullTarget
 from jdisagg.transfer.codec import Codec, codec
 from jdisagg.transfer.host_store import HostStore

@@ -78,8 +78,7 @@ from jdisagg.messages.step_commands import (
 from jdisagg.model_api import Model, Shards
 from jdisagg.scheduler.blocks import layer_groups, stage_layers
 from jdisagg.scheduler.executor import MeshLimits
-from jdisagg.transfer.boxes import mesh_card
-from jdisagg.transfer.channel import Channel, PullTarget
+from jdisagg.transfer.channel import Channel, PullTarget, mesh_card
 from jdisagg.transfer.codec import check_codec
 from jdisagg.transfer.host_store import HostStore
 from jdisagg.transfer.pieces import NO_CODEC
@@ -90,6 +89,9 @@ class MeshRole:
     """Capabilities that a mesh's executor needs.
 
     Attributes:
+        decode: Whether the mesh decodes. If it also prefills, and `emit` is set, its worker does
+            the one or the other (`MeshExecutor.choose_chunks`).
+        emit: Whether blocks of prefill chunks are sent to decode workers.
         extracts: Whether the mesh sends blocks that it reads from its pages: KV of running
             sequences, or of the prefix cache.
         host_tokens: Number of tokens in the longest cached block in host memory. 0 without a prefix
@@ -125,6 +127,7 @@ class MeshExecutor:
         self.name = name
         self.limits = limits
         self.role = role
+        self.choose_chunks(every_prompt=role.prefill)
         self.mesh = mesh = programs.mesh
         self.card = mesh_card(mesh)
         check_codec(role.codec, limits.kv_spec)  # here rather than at the first pull
@@ -159,11 +162,7 @@ class MeshExecutor:
             last.programs, last.weights, self._shards, limits, self._rows, self._grammars
         )
         self._scorer = PromptScorer(
-            last.programs,
-            last.weights,
-            self._shards,
-            model.vocabulary,
-            limits.computed.rows_per_chunk,
+            last.programs, last.weights, self._shards, model.vocabulary, limits.rows_per_chunk
         )
         reads = limits.kv_spec.records
         self._experts = ExpertReader(last.programs, last.pools, limits) if reads else None
@@ -183,6 +182,12 @@ class MeshExecutor:
         part += " experts" * limits.kv_spec.records
         self._saved = SavedBlocks(role.disk, name, self.host, mesh.shape["kv"], part)
         self._threads = WorkThreads(name)
+
+    def choose_chunks(self, every_prompt: bool) -> None:
+        """Sets whether the worker computes every prompt, or only what the router leaves to it, so
+        that other forms of chunks are compiled (`MeshLimits.computed_by`). Must be called while no
+        command runs."""
+        self._computed = self.limits.computed_by(every_prompt)
 
     def _prefill_sums(self, programs: Programs) -> PrefillSums | None:
         limits = self.limits
@@ -258,10 +263,10 @@ class MeshExecutor:
     def grammars(self) -> bool:
         return self._grammars.compiler is not None
 
-    def warm_prefill(self, width: int, form: ChunkForm) -> None:
-        chunk = ChunkArrays.build(PrefillChunk(-1, width, ()), self.limits.computed, form)
+    def warm_prefill(self, width: int, form: ChunkForm, sends: bool = True) -> None:
+        chunk = ChunkArrays.build(PrefillChunk(-1, width, ()), self.limits, form)
         x, blocks, _ = self._prefill.run(chunk)
-        for groups, tokens in self.limits.block_shapes() if blocks else ():
+        for groups, tokens in self.limits.block_shapes() if sends and blocks else ():
             if tokens <= width:
                 self._prefill.cut(blocks, groups, 0, 0, tokens)
         self._sampler.warm_up(x)
@@ -270,7 +275,7 @@ class MeshExecutor:
 
     def warm_pictured(self, width: int, form: ChunkForm) -> None:
         assert self.images is not None
-        chunk = ChunkArrays.build(PrefillChunk(-1, width, ()), self.limits.computed, form)
+        chunk = ChunkArrays.build(PrefillChunk(-1, width, ()), self.limits, form)
         self._prefill.run(chunk, self.images.nothing_added(width))[0].block_until_ready()
 
     def warm_decode(self, size: int) -> None:
@@ -292,9 +297,11 @@ class MeshExecutor:
         if self._experts is not None:
             self._experts.warm_up(self._decode.only.hot)
 
-    def warm_insert(self, groups: range, tokens: int, kind: KvKind = KvKind.POSITIONS) -> None:
-        """Recurrent state is sent without a codec."""
-        codec = NO_CODEC if kind is KvKind.STATE else self.role.codec
+    def warm_insert(
+        self, groups: range, tokens: int, kind: KvKind = KvKind.POSITIONS, codec: str | None = None
+    ) -> None:
+        """`codec`: None is that of the mesh. Recurrent state is sent without a codec."""
+        codec = NO_CODEC if kind is KvKind.STATE else codec or self.role.codec
         self.blocks.warm_insert(groups, tokens, kind, codec)
 
     def pull_target(self, block: PullBlock) -> PullTarget:
@@ -344,7 +351,7 @@ class MeshExecutor:
         return Finished(command.step)
 
     def _run_prefill(self, command: PrefillChunk) -> PrefillReading:
-        chunk = ChunkArrays.build(command, self.limits.computed, platform=self.platform)
+        chunk = ChunkArrays.build(command, self._computed, platform=self.platform)
         x, blocks, sums = self._prefill.run(chunk)
         # First tokens are sampled before blocks are cut and offered, because the client waits for
         # them.

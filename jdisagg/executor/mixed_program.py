@@ -87,8 +87,13 @@ class MixedPrograms:
 
     @property
     def _drafting(self) -> tuple[Any, list[LayerPages]]:
-        part = self._weights.next_token
-        return () if part is None else part.leaves, self._pools.pages.layers[self._draft_layers]
+        part, pages = self._drafter, self._pools.pages.layers[self._draft_layers]
+        return () if part is None else part.leaves, pages
+
+    @property
+    def _drafter(self) -> Part | None:
+        """The layer that drafts tokens, if it has KV."""
+        return self._weights.next_token if self._pools.pages.layers[self._draft_layers] else None
 
     @property
     def _draft_layers(self) -> slice:
@@ -97,7 +102,7 @@ class MixedPrograms:
     def _program(self, chunk: ChunkArrays, bucket: int, arguments: tuple[Any, ...]) -> Any:
         def build() -> Any:
             stem_specs, layer_specs, kept_specs = self._decode.model_specs()
-            part = self._weights.next_token
+            part = self._drafter
             draft_specs = self._pools.pages.specs()[self._draft_layers]
             in_specs = (stem_specs, layer_specs, kept_specs, *(RANK,) * 4, chunk.specs)
             in_specs += (() if part is None else part.specs, draft_specs)
@@ -155,7 +160,7 @@ class MixedPrograms:
             tokens_TB = jnp.concatenate((tokens_T, row.token))
             x_TD = stem.embed(tokens_TB, shards)
             given = GivenTokens(tokens_TB, x_TD) if weights.reads_tokens else None
-            count, drafter, alone = len(layer_leaves), weights.next_token, False
+            count, drafter, alone = len(layer_leaves), self._drafter, False
             tapped: list[jax.Array] = []
 
             def compute(

@@ -1,5 +1,5 @@
-"""Drafts tokens with the checkpoint's next-token layer or an EAGLE-3 head, at the end of a decode
-step.
+"""Drafts tokens with the checkpoint's next-token layer, an EAGLE-3 head or an assistant, at the end
+of a decode step.
 
 A draft is sampled like the model's token at the same position, with the same random numbers and
 filters. It then equals the model's token more often than the layer's most likely token would
@@ -8,7 +8,7 @@ sequence are harmless."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +19,7 @@ from jdisagg.executor.page_pool import LayerPages, Pools
 from jdisagg.executor.slot_state import BatchRows, RowFormat
 from jdisagg.executor.step_attention import StepAttention
 from jdisagg.executor.weights import Weights
-from jdisagg.model_api import DraftLayer, Shards
+from jdisagg.model_api import Attend, AttendOptions, DraftLayer, Shards
 from jdisagg.ops.logit_shaping import update_counts
 from jdisagg.scheduler.speculation import CHAIN
 
@@ -35,8 +35,7 @@ class NextTokens:
 
     @property
     def layers(self) -> range:
-        count = len(self._weights.layers)
-        return range(count, count + 1)
+        return self._weights.draft_layers
 
     def draft(
         self,
@@ -56,9 +55,10 @@ class NextTokens:
         """
         token_T = step.by_row(chosen.token)
         rows, slots = self._advanced(step.all, token_T), drafts_SG.shape[0]
-        step = step._replace(all=rows)
-        y_TD = self._part(model).fused(y_TD, self._shards)
-        y_TD, kept = self._layer(model, kept, y_TD, step)
+        step, part = step._replace(all=rows), self._part(model)
+        y_TD = part.fused(y_TD, self._shards)
+        if not part.reads:
+            y_TD, kept = self._layer(model, kept, y_TD, step, rows.token)
         count_B = step.by_slot(rows.active).astype(jnp.int32).sum(1, dtype=jnp.int32)
         last_B = jnp.take_along_axis(step.index_BQ, jnp.maximum(count_B - 1, 0)[:, None], 1)[:, 0]
         own: BatchRows = jax.tree.map(lambda x: jnp.take(x, last_B, axis=0), rows)
@@ -67,9 +67,11 @@ class NextTokens:
         tokens: list[jax.Array] = []
         for number in range(CHAIN):
             if number:
-                own = self._advanced(own, tokens[-1])
-                alone = DraftRows(own, index_B, jnp.zeros_like(index_B), index_B[:, None])
-                y_BD, kept = self._layer(model, kept, y_BD, alone)
+                own, y_BD = self._advanced(own, tokens[-1]), part.carried(y_BD, self._shards)
+            if number or part.reads:
+                at = first if part.reads else own
+                alone = DraftRows(at, index_B, jnp.zeros_like(index_B), index_B[:, None])
+                y_BD, kept = self._layer(model, kept, y_BD, alone, own.token)
             counts = partial(_counts_after, counts_SV, own.slot, tuple(tokens))
             draft = self._choose(model, y_BD, own, counts)
             tokens.append(draft.token)
@@ -91,24 +93,52 @@ class NextTokens:
         return part.merge(model[1])  # type: ignore[return-value]
 
     def _layer(
-        self, model: tuple[Any, Any], kept: LayerKv, y_TD: jax.Array, step: DraftRows
+        self,
+        model: tuple[Any, Any],
+        kept: LayerKv,
+        y_TD: jax.Array,
+        step: DraftRows,
+        token_T: jax.Array,
     ) -> tuple[jax.Array, LayerKv]:
-        stem, layer = self._weights.stem.merge(model[0]), self._part(model)
-        (pages,), states, (rings,) = kept
+        stem, layer, rows = self._weights.stem.merge(model[0]), self._part(model), step.all
+        if layer.reads:  # the model has no KV of the newest token yet
+            step = step._replace(all=rows._replace(position=rows.position - 1))
         attention = StepAttention(
             step, self._rows, self._pools, self._ring_pages, self._shards.platform
         )
         written: list[LayerPages] = []
-        rows = step.all
+        if layer.reads:
+            attend = self._reading(attention, kept)
+        else:
+            (pages,), _, (rings,) = kept
+            attend = attention.over(pages, rings, (written, written), None)
         y_TD = layer(
-            stem.embed(rows.token, self._shards),  # type: ignore[attr-defined]
+            stem.embed(token_T, self._shards),  # type: ignore[attr-defined]
             y_TD,
             self._rows.turned(rows),
-            attention.over(pages, rings, (written, written), None),
+            attend,
             self._shards,
             rows.active,
         )
-        return y_TD, (written, states, [rings]) if not rings else ([pages], states, written)
+        if written:
+            pages, states, rings = kept
+            kept = (pages, states, written) if rings[0] else (written, states, rings)
+        return y_TD, kept
+
+    def _reading(self, attention: StepAttention, kept: LayerKv) -> Attend:
+        """Returns an attention function that reads KV of the model's layers."""
+        pages, _, rings = kept
+
+        def attend(
+            q_TNH: jax.Array,
+            k_TKH: jax.Array | None,
+            v_TKH: jax.Array | None,
+            **how: Unpack[AttendOptions],
+        ) -> jax.Array:
+            place = how.pop("source") - self.layers.start
+            return attention.over((), (), (pages, rings), place)(q_TNH, None, None, **how)
+
+        return attend
 
     def _choose(
         self,

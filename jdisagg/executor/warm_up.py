@@ -2,13 +2,15 @@
 compilation.
 
 Each program runs with arguments that change nothing: chunks of padding, empty slots, blocks without
-a valid token. Warm-up runs on the dispatch thread, before the first command."""
+a valid token. Warm-up runs on the dispatch thread, before the first command, or between commands of
+a worker that will change its role."""
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 from jdisagg.executor.image_programs import patch_buckets
-from jdisagg.executor.mesh_executor import MeshExecutor
+from jdisagg.executor.mesh_executor import MeshExecutor, MeshRole
 from jdisagg.executor.prefill_program import chunk_forms
 from jdisagg.layout.kv_spec import KvKind
 from jdisagg.scheduler.blocks import split_blocks
@@ -21,19 +23,27 @@ _Shape = tuple[range, int, KvKind]
 WarmUpStep = Callable[[], object]
 
 
-def warm_up_steps(executor: MeshExecutor) -> list[WarmUpStep]:
-    limits, role, blocks = executor.limits, executor.role, executor.blocks
-    steps = _chunk_steps(executor)
+def warm_up_steps(executor: MeshExecutor, *roles: MeshRole) -> list[WarmUpStep]:
+    """Returns the steps of each of `roles`, without those of earlier roles. Without `roles`, what
+    the mesh can do is one role."""
+    steps = [step for role in roles or (executor.role,) for step in _steps(executor, role)]
+    return list({(step.func, step.args, *step.keywords.items()): step for step in steps}.values())
+
+
+def _steps(executor: MeshExecutor, role: MeshRole) -> list[partial[Any]]:
+    limits, blocks = executor.limits, executor.blocks
+    insert = partial(executor.warm_insert, codec=role.codec)
+    steps = _chunk_steps(executor, role)
     if limits.adapters:
-        steps += [executor.adapters.warm_up]
+        steps += [partial(executor.adapters.warm_up)]
     if role.decode:
         steps += [partial(executor.warm_decode, size) for size in limits.batch_buckets]
         steps += [partial(executor.warm_mixed, width) for width in limits.mixed_buckets]
-        steps += [executor.warm_updates, *_pairs(executor)]
+        steps += [partial(executor.warm_updates), *_pairs(executor)]
         # A mesh that also prefills and sends no blocks is the only mesh of an embedded cluster. It
         # receives no blocks.
         if role.extracts or not role.prefill:
-            steps += [partial(executor.warm_insert, *one) for one in limits.block_shapes()]
+            steps += [partial(insert, *one) for one in limits.block_shapes()]
     kept, fetched = (_shapes_of(limits, tokens) for tokens in (role.host_tokens, role.peer_tokens))
     if role.extracts:
         steps += [partial(blocks.warm_extract, *one) for one in limits.block_shapes()]
@@ -42,30 +52,31 @@ def warm_up_steps(executor: MeshExecutor) -> list[WarmUpStep]:
     if role.host_tokens:
         kept = [*kept, *_snapshot_shapes(limits)]
     steps += [partial(blocks.warm_restore, *shape) for shape in kept]
-    steps += [partial(executor.warm_insert, *shape) for shape in fetched]
+    steps += [partial(insert, *shape) for shape in fetched]
     if executor.card.ends and (role.emit or role.extracts):
         steps += [partial(blocks.warm_pieces, *one) for one in limits.block_shapes()]
-    return steps + _steps_apart(executor)
+    return steps + _steps_apart(executor, role)
 
 
-def _chunk_steps(executor: MeshExecutor) -> list[WarmUpStep]:
-    limits, role = executor.limits, executor.role
+def _chunk_steps(executor: MeshExecutor, role: MeshRole) -> list[partial[Any]]:
+    limits = executor.limits
     if not (role.prefill or limits.append_buckets):
         return []
-    computed = limits.computed
+    computed = limits.computed_by(role.prefill)
     forms = chunk_forms(computed, executor.platform)
     chunks = [(width, form) for width in computed.chunk_buckets for form in forms]
-    steps: list[WarmUpStep] = [partial(executor.warm_prefill, *one) for one in chunks]
+    warm = partial(executor.warm_prefill, sends=role.emit)
+    steps: list[partial[Any]] = [partial(warm, *one) for one in chunks]
     if (images := executor.images) is not None:
         steps += [partial(images.warm_encoder, size) for size in patch_buckets(images.form)]
         steps += [partial(images.warm_place, width) for width in computed.chunk_buckets]
         steps += [partial(executor.warm_pictured, *one) for one in chunks if images.depth]
     if limits.snapshots_per_rank and not role.decode:
-        steps += [executor.blocks.warm_copy]
+        steps += [partial(executor.blocks.warm_copy)]
     return steps
 
 
-def _pairs(executor: MeshExecutor) -> list[WarmUpStep]:
+def _pairs(executor: MeshExecutor) -> list[partial[Any]]:
     limits, grammars = executor.limits, executor.grammars
     drafts = limits.longest_run > 1 and (grammars or limits.speculates)
     forms = [False] * grammars + [True] * drafts
@@ -81,15 +92,15 @@ def _snapshot_shapes(limits: MeshLimits) -> list[_Shape]:
     return [*state, *((*shape, KvKind.WINDOW) for shape in limits.window_shapes())]
 
 
-def _steps_apart(executor: MeshExecutor) -> list[WarmUpStep]:
-    limits, role, blocks = executor.limits, executor.role, executor.blocks
+def _steps_apart(executor: MeshExecutor, role: MeshRole) -> list[partial[Any]]:
+    limits, blocks = executor.limits, executor.blocks
     alone = role.prefill and role.decode and not role.extracts
     sent = [(range(1), 1, KvKind.STATE)] if limits.kv_spec.has_state and not alone else []
     sent += [(groups, tokens, KvKind.WINDOW) for groups, tokens in limits.window_shapes()]
-    steps: list[WarmUpStep] = []
+    steps: list[partial[Any]] = []
     for shape in sent:
         if role.decode or (limits.snapshot_tokens and role.peer_tokens):
-            steps += [partial(executor.warm_insert, *shape)]
+            steps += [partial(executor.warm_insert, *shape, codec=role.codec)]
         if role.extracts or role.emit:
             steps += [partial(blocks.warm_extract, *shape)]
             if executor.card.ends:

@@ -90,7 +90,7 @@ class Weights:
         stem: Embedding, and final norm and head if the instance has one pipeline stage.
         held: Indices of the layers on the mesh that uses these weights. With one pipeline stage,
             these are all layers.
-        next_token: The layer that drafts tokens. Its KV comes after the KV of `layers`.
+        next_token: The layer that drafts tokens. KV of its own comes after the KV of `layers`.
         reads_tokens: Whether layers read the step's tokens and their embeddings.
     """
 
@@ -130,11 +130,19 @@ class Weights:
         part = self.next_token
         return () if part is None else part.merge(part.leaves).taps  # type: ignore[attr-defined]
 
+    @cached_property
+    def draft_layers(self) -> range:
+        """Layers of the KV spec to whose KV the layer that drafts tokens attends: its own layer,
+        which it also writes, or those of the model from the first that it reads to the last."""
+        count, part = len(self.layers), self.next_token
+        reads = () if part is None else part.merge(part.leaves).reads  # type: ignore[attr-defined]
+        return range(min(reads), max(reads) + 1) if reads else range(count, count + 1)
+
     def of_stage(self, held: range) -> "Weights":
         return replace(self, held=held)
 
     def __getitem__(self, group: range) -> list[Part]:
-        """The layer that drafts tokens, if any, has the index after the last layer."""
+        """A layer that drafts tokens and has KV has the index after the last layer."""
         every = self.layers if self.next_token is None else (*self.layers, self.next_token)
         return [every[index] for index in group]
 

@@ -21,6 +21,11 @@ Box = tuple[tuple[int, int], ...]
 Placement = Mapping[int, Box]
 """Device id -> the box that it holds or needs."""
 
+# Dimensions of a KV block. A hand-off transfers one dp rank's part of it to one dp rank of another
+# mesh, and boxes are relative to that rank: dimension 0 is always (0, 1). Between the two meshes
+# only the sharding of the KV heads differs.
+RANK_DIMENSION, HEAD_DIMENSION = 0, 2
+
 
 def box_of(index: Sequence[slice], shape: Sequence[int]) -> Box:
     return tuple(part.indices(size)[:2] for part, size in zip(index, shape, strict=True))
@@ -231,3 +236,27 @@ def _validate(source: Placement, destination: Placement, granule: Sequence[int] 
                         f" not cut at multiples of the granule {granule[axis]}; choose a granule"
                         " that divides every edge (their greatest common divisor)"
                     )
+
+
+def head_granule(kv_heads: int, source_shards: int, destination_shards: int) -> int:
+    """Returns the number of KV heads in a piece: the largest number that divides the heads per
+    shard on both sides."""
+    for side, shards in (("source", source_shards), ("destination", destination_shards)):
+        if kv_heads % shards:
+            raise LayoutError(
+                f"{kv_heads} kv heads cannot be sharded over {shards} devices on the {side} side;"
+                f" use a divisor of {kv_heads}"
+            )
+    return math.gcd(kv_heads // source_shards, kv_heads // destination_shards)
+
+
+def plan_handoff(
+    source: dict[int, Box], destination: dict[int, Box], granule: int, turn: int = 0
+) -> ReshardPlan:
+    """Each piece has `granule` KV heads. `plan_reshard` describes the other parameters."""
+    whole = [
+        max((box[axis][1] for box in destination.values()), default=1)
+        for axis in range(len(next(iter(destination.values()))))
+    ]
+    whole[HEAD_DIMENSION] = granule
+    return plan_reshard(source, destination, granule=whole, turn=turn)

@@ -5,7 +5,7 @@ its events are numbered from 1. A router acknowledges the last event that it has
 (`KeptMark`). The worker then sends the later events.
 
 A message identifies a block by the first bytes of the block's name, which is a keyed hash
-(`scheduler/residency.py`). Without the key, names reveal nothing about prompts."""
+(`scheduler/block_names.py`). Without the key, names reveal nothing about prompts."""
 
 from jdisagg.plain import Message
 

@@ -14,7 +14,7 @@ import msgspec
 from jdisagg.errors import IncompatiblePeerError, InvalidRequestError, JdisaggError
 
 # Incremented whenever a message changes its bytes or its meaning.
-PROTOCOL = 52
+PROTOCOL = 53
 # The oldest compatible version. Must be set to PROTOCOL after a change that does more than add
 # fields which an older process may ignore.
 OLDEST = 52

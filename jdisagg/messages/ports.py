@@ -55,8 +55,9 @@ class ReserveCall(Message, frozen=True):
             preemption, the request thus precedes younger requests.
         whole: Whether the sender sends the KV of all positions, even if the decode worker has
             cached some.
-        computes: Whether the decode worker prefills the uncached tokens itself. At least one token
-            is then computed.
+        computes: Whether the decode worker prefills the uncached tokens itself, or goes on with an
+            answer of which it has cached all KV. A worker that cannot compute leaves the rest to a
+            prefill worker. At least one token is then computed.
         peer: Another worker that probably has the KV of the first `peer_tokens` positions cached,
             and the hand-off id under which it sends this KV.
         aside_seconds: Time that the children have spent without pages since they were first
@@ -79,9 +80,10 @@ class ReserveCall(Message, frozen=True):
 class Reservation(Message, frozen=True):
     """KV pages reserved on a decode worker for `lease_seconds`, or until `generate` uses them. The
     KV of the first `cached_tokens` positions is in the decode worker's cache, so it is neither
-    computed nor sent. `cached` counts the prompt tokens among these by cache tier. `weights` is the
-    identity of the worker's weights. `block_tokens` is the length of its cached blocks; 0 without a
-    prefix cache."""
+    computed nor sent. If these are all known tokens, the sequence goes on with a decode step.
+    `cached` counts the prompt tokens among these by cache tier. `weights` is the identity of the
+    worker's weights. `block_tokens` is the length of its cached blocks; 0 without a prefix
+    cache."""
 
     reservation_id: int
     worker: str

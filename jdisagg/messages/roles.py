@@ -1,9 +1,10 @@
 """Calls and reports of role changes.
 
-To change its role, a worker drains, deregisters from its routers, reshards its weights and compiles
-or loads its programs. The same process then registers under the same name and address, with its new
-role and a new boot id. The worker's network port is closed during the change, and callers retry
-until a deadline."""
+A worker that keeps its layout compiles the programs of its new role, if they are not compiled yet,
+drains, and registers again with its new role and the same boot id. For another layout, a worker
+drains, deregisters from its routers, reshards its weights and compiles or loads its programs. The
+same process then registers under the same name and address, with its new role and a new boot id.
+The worker's network port is closed during this change, and callers retry until a deadline."""
 
 import enum
 from typing import Protocol
@@ -15,8 +16,8 @@ from jdisagg.plain import Message
 
 class SwitchState(enum.Enum):
     """State of a role change. `NONE`: no change since the process started. `DRAINING`: the worker
-    finishes its work or is being rebuilt in its new role. `DONE`: the worker serves in its new
-    role. `FAILED`: the change failed, and the worker serves in its old role again."""
+    compiles programs, finishes its work or is being rebuilt. `DONE`: the worker serves in its new
+    role. `FAILED`: the change failed, and the worker serves in its old role."""
 
     NONE = "none"
     DRAINING = "draining"

@@ -20,6 +20,11 @@ class WorkerRole(enum.Enum):
         return self is not WorkerRole.PREFILL
 
     @property
+    def other(self) -> "WorkerRole":
+        """The role that a prefill or decode worker may change to."""
+        return WorkerRole.DECODE if self is WorkerRole.PREFILL else WorkerRole.PREFILL
+
+    @property
     def computes(self) -> bool:
         """Whether it computes every prompt, and not only what the router leaves to it."""
         return self is not WorkerRole.DECODE

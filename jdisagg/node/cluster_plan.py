@@ -198,6 +198,7 @@ class ClusterPlan:
                 ProcessPlace(index, count, coordinator),
                 replace(config.observe, metrics_port=metrics_port),
                 len(self.instances),
+                config.changes_roles,
             )
             for index, port in enumerate(instance.ports)
         )

@@ -2,8 +2,9 @@
 Implements `RolePort`, by which a router requests role changes.
 
 An impossible change is refused at once, and the worker continues to serve. A possible change sets
-the event `asked`. Then worker_process.py ends the worker's current run and starts a run in the new
-role. `RoleState` records each completed phase of the change in a report."""
+the event `asked`. On the same layout the worker then changes its role as it runs (worker.py). For
+another layout, worker_process.py ends the worker's current run and starts a run in the new role.
+`RoleState` records each completed phase of the change in a report."""
 
 import asyncio
 from dataclasses import dataclass
@@ -38,7 +39,7 @@ class Role:
 
 class RoleState:
     """The current role of a worker process, and the role change in progress, if any. `asked`: event
-    that is set while a role change is requested and not yet begun."""
+    that is set while a role change is requested and not yet begun. `fixed`: see `fixed_because`."""
 
     def __init__(self, name: str, now: Role, devices: int, clock: Clock, fixed: str = "") -> None:
         self.asked = asyncio.Event()
@@ -46,7 +47,7 @@ class RoleState:
         self._name = name
         self._devices = devices
         self._clock = clock
-        self._fixed = fixed
+        self.fixed = fixed
         self._geometry: ModelGeometry | None = None
         self._wanted: SwitchCall | None = None
         self._began = 0.0
@@ -77,13 +78,18 @@ class RoleState:
     async def switch_report(self) -> SwitchReport:
         return self._report
 
+    @property
+    def on_this_layout(self) -> bool:
+        """Whether the requested change keeps the layout."""
+        return self._wanted is not None and self._wanted.layout == self.now.layout
+
     def take(self) -> Role | None:
         call, self._wanted = self._wanted, None
         self.asked.clear()
         return Role(call.role, call.layout) if call is not None else None
 
     def drained(self) -> None:
-        if self._wanted is not None:
+        if self.changing:
             self._report = msgspec.structs.replace(self._report, drain_seconds=self._lap())
 
     def built(self) -> None:
@@ -99,7 +105,7 @@ class RoleState:
             )
 
     def failed(self, reason: str) -> None:
-        """The worker then returns to its old role."""
+        """The worker then keeps its old role, or returns to it."""
         self._report = msgspec.structs.replace(self._report, reason=reason)
 
     def serves(self, boot_id: int, geometry: ModelGeometry) -> None:
@@ -118,8 +124,8 @@ class RoleState:
         return self._told - before
 
     def _check(self, call: SwitchCall) -> None:
-        if self._fixed:
-            raise ConfigError(f"worker {self._name!r} cannot change its role: {self._fixed}")
+        if self.fixed:
+            raise ConfigError(f"worker {self._name!r} cannot change its role: {self.fixed}")
         if self.changing:
             raise UnavailableError(
                 f"worker {self._name!r} is changing its role already; try again when it has ended",

@@ -34,6 +34,8 @@ class WorkerProcessConfig:
     Attributes:
         place: Location of the worker in the network, as in `WorkerCard`.
         sharers: Number of workers on this host that share its memory, including this one.
+        elastic: Whether the programs of both roles, prefill and decode, are compiled before the
+            worker serves. Otherwise a role change compiles those of the new role.
     """
 
     name: str
@@ -45,6 +47,7 @@ class WorkerProcessConfig:
     process: ProcessPlace = field(default_factory=ProcessPlace)
     observe: ObserveConfig = field(default_factory=ObserveConfig)
     sharers: int = 1
+    elastic: bool = False
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,9 @@
 """Runs a worker in one role, from building its executor to deregistration.
 
-A worker process may have several runs, one after the other, in different roles.
-`WorkerProcessState` contains what later runs reuse, such as weights and compiled programs.
+A worker process may have several runs, one after the other, on different layouts.
+`WorkerProcessState` contains what later runs reuse, such as weights and compiled programs. Within a
+run the worker may change between prefill and decode: its mesh can do both, with the same pages and
+the same cached KV. Only models whose KV is stored in other ways in the two roles need another run.
 
 Invariants: the worker registers only after its programs are compiled and its port answers, and
 deregisters before its port closes. A run that fails frees all its resources, so that another run
@@ -26,19 +28,22 @@ from jdisagg.engine.memory_plan import (
     check_host_cache,
     describe_cache,
     device_memory,
+    fit_roles,
     fit_worker,
     host_room,
 )
 from jdisagg.engine.prefix_defaults import fit_with_defaults, worker_defaults
 from jdisagg.engine.replica import KvPlane, Loaded, LoadModel, Replica, build_replica, warm_up
-from jdisagg.errors import JdisaggError, UnavailableError
+from jdisagg.errors import ConfigError, JdisaggError, UnavailableError
 from jdisagg.executor.autotuning import Autotuning, kind_name
 from jdisagg.executor.programs import Programs
 from jdisagg.instance.followers import Followers
 from jdisagg.instance.processes import ProcessGroup
+from jdisagg.layout.axes import Layout
 from jdisagg.layout.mesh_card import KvEnd
 from jdisagg.messages.ports import DecodePort, PeerPort, PrefillPort
 from jdisagg.messages.registry import ModelCard, WorkerCard
+from jdisagg.messages.worker_status import WorkerRole
 from jdisagg.model_api import Device
 from jdisagg.node.deployment import ModelSource
 from jdisagg.node.instance_group import follow, lead
@@ -97,12 +102,23 @@ class WorkerProcessState:
     devices: Sequence[Device]
     roles: RoleState
     loaded: Loaded | None = None
-    programs: dict[Role, Programs] = field(default_factory=dict)
+    programs: dict[tuple[Layout, WorkerRole | None], Programs] = field(default_factory=dict)
     weights: ServedWeights = field(default_factory=ServedWeights)
 
     @property
     def config(self) -> WorkerConfig:
         return self.process.worker
+
+    def become(self, what: Role) -> None:
+        self.roles.now = what
+        worker = replace(self.config, instance=replace(self.config.instance, layout=what.layout))
+        self.process = replace(self.process, role=what.role, worker=worker)
+
+    @property
+    def stores_alike(self) -> bool:
+        """Whether prefill and decode workers of the model store KV in the same way, in pages."""
+        geometry = self.source.geometry
+        return not geometry.windowed_part and geometry.linear is None
 
 
 class WorkerRuntime:
@@ -110,9 +126,8 @@ class WorkerRuntime:
     called once."""
 
     def __init__(self, state: WorkerProcessState) -> None:
-        self._state, process = state, state.process
-        fraction = state.config.instance.memory_fraction
-        room = host_room(state.devices[0], fraction)
+        self._state, process, config = state, state.process, state.config.instance
+        room = host_room(state.devices[0], config.memory_fraction)
         self._config = worker_defaults(
             state.config, process.role, process.sharers, state.group.processes, room
         )
@@ -126,6 +141,10 @@ class WorkerRuntime:
         self._peers = PeerPorts(credentials, state.clock, state.config.limits.timeouts.call)
         self._followers: Followers | None = None
         self._tuning = ""
+        # whether the mesh serves both roles, and those whose programs are compiled
+        can_change = not state.roles.fixed and process.role is not WorkerRole.MIXED
+        self._changes = can_change and config.layout.pp == 1 and state.stores_alike
+        self._warm = {process.role}
 
     async def live(self, load: LoadModel) -> int:
         """Returns the exit status, which is 0 after a signal or a requested role change. Raises an
@@ -165,7 +184,7 @@ class WorkerRuntime:
             kernels=failed_kernels(),
             weights=state.weights,
         )
-        host = WorkerHost(context, state.process.role, config)
+        host = WorkerHost(context, state.process.role, config, changes=self._changes)
         plane = KvPlane((end,), TRANSPORTS)
         instance = build_replica(host, load, state.devices, channel, plane)
         if config.instance.layout.pp > 1:
@@ -174,10 +193,16 @@ class WorkerRuntime:
         instance.executor.swaps.source = state.source.weights
         instance.executor.swaps.make_offer = self._offer
         state.loaded = instance.loaded
-        if state.roles.now in state.programs:
-            instance.executor.programs.adopt(state.programs[state.roles.now])
+        if self._kind in state.programs:
+            instance.executor.programs.adopt(state.programs[self._kind])
         state.roles.built()
         return instance
+
+    @property
+    def _kind(self) -> tuple[Layout, WorkerRole | None]:
+        """What the programs depend on."""
+        role = None if self._changes else self._state.process.role
+        return self._state.config.instance.layout, role
 
     def _offer(
         self, parameters: Mapping[str, jax.Array], seconds: float, content: str
@@ -194,9 +219,17 @@ class WorkerRuntime:
         devices = self._state.devices[: config.instance.layout.devices]
         memory = device_memory(devices, fraction, process.sharers)
         shape, given = self._state.source.geometry, self._state.config.prefix
-        self._config, plan = fit_with_defaults(
-            config, given, lambda whole: fit_worker(whole, process.role, shape, memory)
-        )
+        fits = [fit_roles] * self._changes + [fit_worker]
+        for fit in fits:
+            try:
+                self._config, plan = fit_with_defaults(
+                    config, given, lambda whole: fit(whole, process.role, shape, memory)
+                )
+                break
+            except ConfigError:
+                if fit is fit_worker:
+                    raise
+                self._changes = False
         if self._state.group.leads:
             for text in (plan.summary, describe_cache(self._config.prefix)):
                 print(f"worker {process.name}: {text}", flush=True)
@@ -255,7 +288,7 @@ class WorkerRuntime:
             await leading.stop()
         if status == 0:
             await asyncio.to_thread(executor.close)
-            state.programs[state.roles.now] = instance.executor.programs
+            state.programs[self._kind] = instance.executor.programs
         return status
 
     async def _serve_with(self, instance: Replica, executor: Executor) -> int:
@@ -296,18 +329,21 @@ class WorkerRuntime:
             cleanup.callback(server.force)
             registration.start()
             cleanup.push_async_callback(registration.leave)
-            state.roles.serves(worker.boot_id, instance.loaded.model.geometry)
-            layout = state.config.instance.layout
-            print(
-                f"jdisagg {process.role.value} worker {process.name} ({layout}) serves on"
-                f" {self._address}",
-                flush=True,
-            )
-            status = await self._serve(worker, registration.failed)
+            self._serves(worker, instance)
+            status = await self._serve(worker, instance, registration)
             if status == 0:
                 await state.clock.sleep(state.config.limits.timeouts.call.last_words_seconds)
         state.roles.drained()
         return status
+
+    def _serves(self, worker: Worker, instance: Replica) -> None:
+        process, layout = self._state.process, self._state.config.instance.layout
+        self._state.roles.serves(worker.boot_id, instance.loaded.model.geometry)
+        print(
+            f"jdisagg {process.role.value} worker {process.name} ({layout}) serves on"
+            f" {self._address}",
+            flush=True,
+        )
 
     def _worker(self, instance: Replica, executor: Executor) -> Worker:
         state, config = self._state, self._config
@@ -348,10 +384,17 @@ class WorkerRuntime:
         self._tuning = tuning.identity
 
     async def _compile(self, instance: Replica) -> None:
-        began, name = self._state.clock.now(), self._state.process.name
+        began, process = self._state.clock.now(), self._state.process
+        name, role = process.name, process.role
+        both = process.elastic and self._changes
+        more = [(instance.executor, step) for step in (instance.steps(role.other) if both else ())]
         print(f"worker {name} compiles its programs", flush=True)
         with progress_bar("compiling") as progress:
-            await warm_up([instance], progress)
+            await warm_up([instance], progress, more)
+        if both:
+            await instance.take_role(role.other)
+            await instance.take_role(role)
+            self._warm.add(role.other)
         seconds, count = self._state.clock.now() - began, instance.executor.programs.compilations
         print(f"worker {name} is warm after {seconds:.1f} s ({count} programs)", flush=True)
 
@@ -359,9 +402,11 @@ class WorkerRuntime:
         """The pages of a worker may depend on its free memory, and are not a part of its kind."""
         state, config, source = self._state, self._state.config, self._state.source
         model = config.model.dtype, config.model.weights, config.model.kv_dtype, source.geometry
-        device = state.devices[0]
+        device, role = state.devices[0], state.process.role
+        roles = {role, role.other} if state.process.elastic and self._changes else {role}
+        names = sorted(one.value for one in roles)
         return Autotuning(
-            kind_name(device.device_kind, *model, state.process.role, config.mode, config.instance),
+            kind_name(device.device_kind, *model, names, config.mode, config.instance),
             instance.executor.programs.platform,
             config.compilation_cache,
             config.autotune_results,
@@ -407,22 +452,73 @@ class WorkerRuntime:
             kept=worker.kept_scheme,
         )
 
-    async def _serve(self, worker: Worker, unwanted: "asyncio.Future[None]") -> int:
-        breaking = asyncio.create_task(self._broken(worker, unwanted))
+    async def _change_roles(
+        self, worker: Worker, instance: Replica, registration: RegistryClient
+    ) -> None:
+        """Changes the worker's role whenever it is asked to. Returns when it is asked for a change
+        that needs another mesh."""
+        roles, name = self._state.roles, self._state.process.name
+        while True:
+            await roles.asked.wait()
+            if not (self._changes and roles.on_this_layout):
+                return
+            wanted = roles.take()
+            assert wanted is not None, "asked"
+            try:
+                await self._change_role(worker, instance, wanted)
+                registration.change(self._card(instance, worker))
+            except Exception as error:
+                known = isinstance(error, JdisaggError)
+                reason = error.message if known else f"{type(error).__name__}: {error}"
+                roles.failed(reason)
+                text = f"error: worker {name} could not become {wanted.role.value}: {reason}"
+                print(text, file=sys.stderr, flush=True)
+            self._serves(worker, instance)
+
+    async def _change_role(self, worker: Worker, instance: Replica, wanted: Role) -> None:
+        """Compiles what is missing while the worker serves in its old role. Raises an error if the
+        role has not changed."""
+        state, role, before = self._state, wanted.role, self._state.process.role
+        warms = state.config.warm_up
+        if warms and role not in self._warm:
+            more = [(instance.executor, step) for step in instance.steps(role)]
+            await warm_up([], more=more, beside=True)
+            self._warm.add(role)
+        state.roles.warm()
+
+        async def prepare(pages: tuple[tuple[int, ...], ...]) -> None:
+            state.roles.drained()
+            await instance.take_role(role, pages, measures=warms)
+
+        seconds = state.config.service.drain_seconds
+        scratch = instance.scratch_tokens(role) if warms else 0
+        try:
+            await worker.change_role(role, seconds, prepare, scratch)
+        except Exception:
+            await instance.take_role(before, measures=False)
+            raise
+        state.roles.warm()
+        state.become(wanted)
+
+    async def _serve(self, worker: Worker, instance: Replica, registration: RegistryClient) -> int:
+        breaking = asyncio.create_task(self._broken(worker, registration.failed))
         ending, changing = (
             asyncio.create_task(self._state.signals.first()),
-            asyncio.create_task(self._state.roles.asked.wait()),
+            asyncio.create_task(self._change_roles(worker, instance, registration)),
         )
         await asyncio.wait({ending, changing, breaking}, return_when=asyncio.FIRST_COMPLETED)
-        tasks = [ending, changing, breaking]
-        if ending.done() or changing.done():
+        drains, tasks = ending.done() or changing.done(), [breaking]
+        for task in (ending, changing):
+            task.cancel()
+        await asyncio.gather(ending, changing, return_exceptions=True)
+        if drains:
             seconds = self._state.config.service.drain_seconds
             print(f"draining, for at most {seconds:g} s", flush=True)
             tasks += [
                 asyncio.create_task(worker.drain(seconds)),
                 asyncio.create_task(self._state.forced.wait()),
             ]
-            await asyncio.wait(tasks[2:], return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         status = 0
         if breaking.done():
             print(f"error: {breaking.result().message}", file=sys.stderr, flush=True)
@@ -452,11 +548,14 @@ def worker_services(
     observer: Observer | None = None,
 ) -> tuple[Service, ...]:
     """Returns the gRPC services that a worker provides to routers and to other workers. They accept
-    the bearer tokens `tokens`, and refuse calls with token ids of `vocabulary` or more."""
+    the bearer tokens `tokens`, and refuse calls with token ids of `vocabulary` or more. The worker
+    refuses prompts that are not for its role."""
     peer = peer_service(wrap.served(PeerPort, worker.name, worker, observer), tokens)
-    also = peer, weights_service(worker.weights, tokens)
-    if worker.role.decodes:
-        decode = wrap.served(DecodePort, worker.name, worker, observer)
-        return decode_service(decode, tokens, vocabulary), *also
+    decode = wrap.served(DecodePort, worker.name, worker, observer)
     prefill = wrap.served(PrefillPort, worker.name, worker, observer)
-    return prefill_service(prefill, tokens, vocabulary), *also
+    return (
+        decode_service(decode, tokens, vocabulary),
+        prefill_service(prefill, tokens, vocabulary),
+        peer,
+        weights_service(worker.weights, tokens),
+    )

@@ -1,10 +1,11 @@
 """Runs a worker process, through all role changes of its worker (worker.py).
 
 One event loop runs gRPC, the worker's scheduling loop and the heartbeats. JAX runs on the
-executor's threads. A role change ends one run of the worker and begins another in the same process.
-The new run reshards the loaded weights. If an earlier run had this role and layout, its compiled
-programs are reused. Everything else is rebuilt. If the new run cannot start, the worker returns to
-its old role. If this fails too, the process ends and its supervisor restarts it."""
+executor's threads. A role change to another layout ends one run of the worker and begins another in
+the same process. The new run reshards the loaded weights. If an earlier run had this layout, its
+compiled programs are reused. Everything else is rebuilt. If the new run cannot start, the worker
+returns to its old role. If this fails too, the process ends and its supervisor restarts it. A role
+change on the same layout happens within a run."""
 
 import asyncio
 import gc
@@ -109,7 +110,7 @@ async def _change(state: WorkerProcessState, wanted: Role) -> int:
         return relayout(loaded, layout, on)
 
     try:
-        _become(state, wanted)
+        state.become(wanted)
         return await WorkerRuntime(state).live(laid_out_anew)
     except Exception as error:
         reason = (
@@ -127,16 +128,10 @@ async def _change(state: WorkerProcessState, wanted: Role) -> int:
     gc.collect()
     state.roles.failed(reason)
     try:
-        _become(state, before)
+        state.become(before)
         return await WorkerRuntime(state).live(state.source.load)
     except Exception as error:
         print(
             f"error: worker {name} could not come back either: {error}", file=sys.stderr, flush=True
         )
         return EXIT_BROKEN
-
-
-def _become(state: WorkerProcessState, what: Role) -> None:
-    state.roles.now = what
-    worker = replace(state.config, instance=replace(state.config.instance, layout=what.layout))
-    state.process = replace(state.process, role=what.role, worker=worker)

@@ -29,10 +29,11 @@ def dense_causal_attend(
     latent: Latent | None = None,
     index: Index | None = None,
     follows: bool = False,
+    source: int | None = None,
 ) -> jax.Array:
     """Implements `model_api.Attend` for one sequence: token t attends to tokens max(0, t - window +
     1) ... t. A layer that `follows` an indexer, or reads the KV of an earlier layer, needs
-    `Following`."""
+    `Following`. The caller gives the keys and values of a `source`."""
     assert k_TKH is not None
     if latent is not None:
         k_TKH, v_TKH = expand(k_TKH, latent)

@@ -9,7 +9,7 @@ enough of them, there are pages for the expected growth of this router's sequenc
 empty, and the step is within the TPOT bound. Slots and pages of sequences of lower priority count
 as free, because the worker preempts these sequences.
 
-A candidate may fetch cached KV from another worker, the holder (`worker/peer_fetch.py`). At most
+A candidate may fetch cached KV from another worker, the holder (`worker/incoming_kv.py`). At most
 two holders are considered: the prefill worker with the most cached tokens, and, if
 `PlacementPolicy.fetch_from_decode` is set, the decode worker with the most cached tokens. A
 candidate is charged the cheaper of two ways: compute all tokens that are not cached, or fetch KV

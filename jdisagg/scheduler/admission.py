@@ -17,6 +17,7 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from collections.abc import Sequence as Sized
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from jdisagg.errors import HandoffError, InvalidRequestError
 from jdisagg.messages.ports import Child
@@ -46,6 +47,14 @@ STALLED_TOTAL = 4
 # copies between state slots, as in `CopyPages.states`
 StateCopies = tuple[tuple[int, int, int], ...]
 _Holder = tuple[YieldingSequence, Sequence | Prompt]
+_Place = tuple[int, int]  # a rank, and the number of leading positions that it caches
+
+
+class _Need(NamedTuple):
+    """The number of pages that a prompt needs, and of tokens of its answer that they cover."""
+
+    pages: int
+    growth: int
 
 
 def stalled_destinations(offered: Mapping[str, int], most: int) -> tuple[frozenset[str], bool]:
@@ -120,8 +129,10 @@ class Admission:
             InvalidRequestError: It does not fit.
             HandoffError: `sent_from` is no position between blocks.
         """
-        self._check_images(request, computes)
-        self._check_experts(request)
+        if request.images:
+            self._check_images(request, computes)
+        if request.sampling.return_routed_experts:
+            self._check_experts(request)
         if sent_from is not None:
             return self._check_sent(request, children, sent_from)
         limits = self._state.limits
@@ -157,8 +168,6 @@ class Admission:
 
     def _check_images(self, request: Request, computes: bool) -> None:
         form = self._state.limits.images
-        if not request.images:
-            return
         if form is None:
             raise InvalidRequestError(
                 "images: this worker reads none, because its model has no vision encoder that is"
@@ -170,8 +179,6 @@ class Admission:
 
     def _check_experts(self, request: Request) -> None:
         limits, spec = self._state.limits, self._state.limits.kv_spec
-        if not request.sampling.return_routed_experts:
-            return
         if not spec.records:
             raise InvalidRequestError(
                 "return_routed_experts: this worker does not record the experts of tokens; start"
@@ -215,7 +222,8 @@ class Admission:
         bisect.insort(self.queue, waiting, key=lambda waiting: waiting.order)
 
     def withdraw(self, key: int) -> None:
-        self.queue = [waiting for waiting in self.queue if waiting.key != key]
+        if self.queue:
+            self.queue = [waiting for waiting in self.queue if waiting.key != key]
 
     def spares(self, rank: int, pages: int) -> bool:
         """Returns whether a restore may take `pages` free pages of a rank: no prompt to be decoded
@@ -231,8 +239,6 @@ class Admission:
         """Gives pages to prompts from the start of the queue, as long as there is room or others
         give way. A group has the key of its prompt."""
         admitted, blocked = Admitted(), False
-        if not self.queue and not stalled:
-            return admitted
         self._idle = [one for one in self.prompts.queued if not (one.begun or one.decodes)]
         for prompt in tuple(self._idle) if stalled else ():
             if prompt.destination in stalled:
@@ -240,16 +246,17 @@ class Admission:
         for prompt in tuple(self.queue):
             if prompt.destination in stalled or (blocked and not self._presses(prompt)):
                 continue
-            rank = self._rank_with_room(prompt)
-            if rank is None and self._presses(prompt):
-                for holder in self._to_give_way(prompt):
+            need = self._need(prompt)
+            place = self._place(prompt, need)
+            if place is None and self._presses(prompt):
+                for holder in self._to_give_way(prompt, need):
                     admitted.yielded += self.give_way(holder)
-                rank = self._rank_with_room(prompt)
-                if rank is None:
+                place = self._place(prompt, need)
+                if place is None:
                     break
-            if rank is not None:
+            if place is not None:
                 self.queue.remove(prompt)
-                self._take(prompt, rank, lease_until, admitted)
+                self._take(prompt, need, place, lease_until, admitted)
             elif self._of_one_priority():
                 break
             else:
@@ -296,7 +303,7 @@ class Admission:
         lowest, idle = self._state.lowest_priority, [one.priority for one in self._idle]
         return min(idle if lowest is None else [lowest, *idle], default=None)
 
-    def _to_give_way(self, waiting: Prompt) -> list[Sequence | Prompt]:
+    def _to_give_way(self, waiting: Prompt, need: _Need) -> list[Sequence | Prompt]:
         """Returns those that must give way so that some rank has room for a prompt. Chooses the
         rank on which they have the lowest priorities, and then the fewest. Returns an empty list if
         this cannot make room."""
@@ -304,7 +311,7 @@ class Admission:
         holders = list(self._holders(waiting.priority))
         for rank in range(self._state.limits.ranks):
             able = [one for one, holder in holders if holder.rank == rank]
-            pages, slots, _ = self._short(waiting, rank)
+            pages, slots, _ = self._short(waiting, need, rank)
             few = to_preempt(able, pages, slots)
             if few is not None and (best is None or _worth(few) < _worth(best)):
                 best = few
@@ -345,30 +352,35 @@ class Admission:
 
     # ---- room
 
-    def _short(self, waiting: Prompt, rank: int) -> tuple[int, int, int]:
+    def _short(self, waiting: Prompt, need: _Need, rank: int) -> tuple[int, int, int]:
         """Returns how many pages and slots a rank lacks for a prompt (negative numbers are to
         spare), and how many of its leading positions the rank caches."""
-        state, limits = self._state, self._state.limits
-        cached = self._cached_tokens(waiting, rank)
-        need = self._pages(waiting, self._growth(waiting))
-        need -= state.residency.held_pages(rank, waiting.chain, cached)
-        pages = need + len(state.growing[rank]) - state.ledgers[rank].free_pages
-        slots = self._slots(waiting) - state.room.available(rank)
+        state, limits, slots = self._state, self._state.limits, 0
+        pages = need.pages + len(state.growing[rank]) - state.ledgers[rank].free_pages
+        cached, chain, kept = 0, waiting.chain, state.residency
+        if chain:
+            cached = kept.cached_tokens(rank, chain, waiting.most_known, waiting.computes)
+            pages -= kept.held_pages(rank, chain, cached)
+        if state.room.on:
+            slots = self._slots(waiting) - state.room.available(rank)
         if waiting.decodes and (held := state.living[rank]):
             crowd = held + len(waiting.children) - limits.slots_per_rank - self._ahead
             slots = max(slots, crowd)
         return pages, slots, cached
 
-    def _rank_with_room(self, waiting: Prompt) -> int | None:
-        best, most = None, (0, 0)
+    def _place(self, waiting: Prompt, need: _Need) -> _Place | None:
+        """Returns the best rank that has room for a prompt, or None if none has."""
+        places, ledgers = list[_Place](), self._state.ledgers
         for rank in range(self._state.limits.ranks):
-            pages, slots, cached = self._short(waiting, rank)
+            pages, slots, cached = self._short(waiting, need, rank)
             if pages <= 0 and slots <= 0:
-                free_pages = self._state.ledgers[rank].free_pages
-                worth = self._attraction(waiting, rank, cached), free_pages
-                if best is None or worth > most:
-                    best, most = rank, worth
-        return best
+                places.append((rank, cached))
+        if len(places) > 1:
+            return max(
+                places,
+                key=lambda one: (self._attraction(waiting, *one), ledgers[one[0]].free_pages),
+            )
+        return places[0] if places else None
 
     def _attraction(self, waiting: Prompt, rank: int, cached: int) -> int:
         """A prompt whose KV is sent takes the rank that ends first. Others take the one that caches
@@ -378,9 +390,12 @@ class Admission:
         living = self._state.living
         return cached if living[rank] <= min(living) + self._ahead else 0
 
-    def _cached_tokens(self, waiting: Prompt, rank: int) -> int:
-        most, computes = waiting.most_known, waiting.computes
-        return self._state.residency.cached_tokens(rank, waiting.chain, most, computes)
+    def _tail(self, waiting: Prompt, rank: int, cached: int) -> bytes:
+        """Returns the name of a prompt's tail if it is in pages, behind all blocks before it."""
+        tail, kept = waiting.tail, self._state.residency
+        if tail is None or cached < tail.start or not kept.pages(rank, tail.name):
+            return b""
+        return tail.name
 
     def _slots(self, waiting: Prompt) -> int:
         """Returns the number of state slots, or of pages of windows, that a prompt needs."""
@@ -388,11 +403,12 @@ class Admission:
             return len(waiting.children) * self._state.states.on
         return self._state.room.needed(waiting.tokens)
 
-    def _growth(self, waiting: Prompt) -> int:
-        if not waiting.decodes:
-            return 0
-        fits = self._pages(waiting, self._growth_tokens) <= self._state.limits.pages_per_rank
-        return self._growth_tokens if fits else 1
+    def _need(self, waiting: Prompt) -> _Need:
+        growth = self._growth_tokens if waiting.decodes else 0
+        pages = self._pages(waiting, growth)
+        if growth and pages > self._state.limits.pages_per_rank:
+            growth, pages = 1, self._pages(waiting, 1)
+        return _Need(pages, growth)
 
     def _pages(self, waiting: Prompt, growth_tokens: int) -> int:
         size, children = self._state.limits.page_size, len(waiting.children)
@@ -417,17 +433,16 @@ class Admission:
 
     # ---- what an admitted prompt gets
 
-    def _take(self, waiting: Prompt, rank: int, lease_until: float, admitted: Admitted) -> None:
-        admitted.prompts.append(waiting)
+    def _take(
+        self, waiting: Prompt, need: _Need, place: _Place, lease_until: float, to: Admitted
+    ) -> None:
+        to.prompts.append(waiting)
         kept, room = self._state.residency, self._state.room
+        rank, cached = place
         if waiting.decodes:
-            group = self._reserve(waiting, rank, self._growth(waiting), lease_until)
-            admitted.groups.append(group)
-            cached = group.cached_tokens
+            to.groups.append(self._reserve(waiting, need, place, lease_until))
         else:
-            cached = self._cached_tokens(waiting, rank)
-            pages = self._pages(waiting, 0)
-            held = kept.reserve(rank, waiting.key, waiting.chain, cached, pages)
+            held = kept.reserve(rank, waiting.key, waiting.chain, cached, need.pages)
             assert held is not None, "room was checked"
             windows = self._begin_windows(waiting, rank, cached) if room.windows else ()
             if not room.windows:
@@ -441,7 +456,7 @@ class Admission:
         if waiting.computes and cached and kept.snapshots and not room.windows:
             # before another prompt can evict the snapshot
             (source,) = kept.use_snapshot(rank, waiting.chain, cached)
-            admitted.copies.append(((rank, source, room.states.slot(rank, waiting.key)),))
+            to.copies.append(((rank, source, room.states.slot(rank, waiting.key)),))
 
     def _begin_windows(self, waiting: Prompt, rank: int, cached: int) -> tuple[int, ...]:
         """Leaves pages of sliding-window layers to those behind it that have room, too."""
@@ -463,8 +478,9 @@ class Admission:
         )
 
     def _reserve(
-        self, waiting: Prompt, rank: int, growth_tokens: int, lease_until: float
+        self, waiting: Prompt, need: _Need, place: _Place, lease_until: float
     ) -> SequenceGroup:
+        rank, cached = place
         size, ledger = self._state.limits.page_size, self._state.ledgers[rank]
         context = self._state.limits.context_tokens
         handoff = Handoff(waiting.key, HandoffState.RESERVED, lease_until)
@@ -480,13 +496,16 @@ class Admission:
         )
         known = waiting.tokens
         prompt_pages = pages_for(known, size)
-        own_pages = pages_for(self._covered(waiting, known, growth_tokens), size) - prompt_pages
-        group.chain, group.cached_tokens = waiting.chain, self._cached_tokens(waiting, rank)
-        group.epoch, group.computes = self._state.residency.epoch, waiting.computes
+        own_pages = pages_for(self._covered(waiting, known, need.growth), size) - prompt_pages
+        group.chain, group.cached_tokens = waiting.chain, cached
+        group.epoch = self._state.residency.epoch
+        tail = self._tail(waiting, rank, cached)
         held = self._state.residency.reserve(
-            rank, group.key, group.chain, group.cached_tokens, prompt_pages
+            rank, group.key, group.chain, group.cached_tokens, prompt_pages, tail
         )
         assert held is not None, "room was checked"
+        if waiting.continues and (tail or group.cached_tokens == known - 1):
+            group.complete, group.cached_tokens = True, known - 1
         states = self._state.states
         states.take(rank, group.key)
         for number, child in enumerate(waiting.children):

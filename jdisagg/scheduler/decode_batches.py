@@ -97,14 +97,16 @@ class DecodeBatches:
         Returns the command that copies the prompt's partly filled last page for each child, or None
         if no copy is needed. This command must be issued before the children's first steps."""
         self._state.advance(group, HandoffEvent.ALL_INSERTED, deadline)
-        tokens = {first.child: first for first in firsts}
-        keys = {
-            key for child in group.alive for key in self._state.ledgers[group.rank].pages(child.key)
-        }
-        copies = tuple(copy for copy in group.copies if copy[2] in keys)
-        states = self._state_copies(group)
+        tokens, alive = {first.child: first for first in firsts}, group.alive
+        copies = states = ()
+        if group.copies:
+            ledger = self._state.ledgers[group.rank]
+            pages = {page for child in alive for page in ledger.pages(child.key)}
+            copies = tuple([copy for copy in group.copies if copy[2] in pages])
+        if self._state.states.on:
+            states = self._state_copies(group)
         self._state.advance(group, HandoffEvent.ADMIT, deadline)
-        for child in group.alive:
+        for child in alive:
             first = tokens[child.child]
             self._state.become_ready(child)
             self._accept(child, (first.token,), (first.logprobs,) if first.logprobs else ())
@@ -162,8 +164,6 @@ class DecodeBatches:
 
     def yielding_slots(self) -> list[Sequence]:
         yielding: list[Sequence] = []
-        if self._state.one_priority:
-            return yielding
         free = [slots.count(None) for slots in self._state.slots]
         running = [list(rank) for rank in self._state.running]
         for child in self._state.ready:

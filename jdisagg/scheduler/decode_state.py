@@ -18,6 +18,7 @@ from jdisagg.scheduler.page_ledger import PageLedger, pages_for
 from jdisagg.scheduler.prompt_room import AdapterTable, PromptRoom, snapshots_of
 from jdisagg.scheduler.residency import BlockNames, Chain, Residency
 from jdisagg.scheduler.sequences import ChildProgress, Sequence, SequenceGroup, Stage
+from jdisagg.scheduler.tails import Tail
 
 
 class DecodeState:
@@ -57,10 +58,17 @@ class DecodeState:
         self.growing: list[set[int]] = [set() for _ in range(limits.ranks)]
         self._priorities: Counter[int] = Counter()  # number of groups by priority
         self.news: list[ChildProgress] = []
+        self.ended: list[int] = []  # keys of groups
         self.preemptions = 0
         self.cut: list[int] = []  # owners of pages for other workers that sequences needed
         self.adapters = adapters or AdapterTable(limits.adapters)
         self._last_key = 0
+
+    @property
+    def continues(self) -> bool:
+        """Whether sequences that gave way may go on with a decode step. Recurrent state and ring
+        buffers are as after the steps in flight, so those of tails are not cached."""
+        return self.residency.keeps_answers and not self.states.on
 
     def new_key(self) -> int:
         self._last_key += 1
@@ -156,6 +164,10 @@ class DecodeState:
         news, self.news = self.news, []
         return news
 
+    def take_ended(self) -> list[int]:
+        ended, self.ended = self.ended, []
+        return ended
+
     def take_cut(self) -> list[int]:
         cut, self.cut = self.cut, []
         return cut
@@ -213,6 +225,7 @@ class DecodeState:
 
     def _vacate(self, child: Sequence, returns: bool) -> None:
         chain = self.chain_to_keep(child)
+        tail = self._tail_to_keep(child, chain) if returns else None
         if child.stage is Stage.RUNNING:
             self.slots[child.rank][child.slot] = None
             self.running[child.rank].remove(child)
@@ -222,20 +235,29 @@ class DecodeState:
             self.ready.remove(child)
         self.living[child.rank] -= 1
         self.growing[child.rank].discard(child.key)
-        self.residency.let_go(child.rank, child.key, chain, awaited=returns)
+        self.residency.let_go(child.rank, child.key, chain, awaited=returns, tail=tail)
 
     def chain_to_keep(self, child: Sequence) -> Chain:
         """Returns the hashes of the full blocks of a child that stay in the prefix cache when the
         child releases its pages. The newest token is excluded because its KV is not written yet.
         Steps in flight write only to positions after these blocks."""
         group = child.group
-        stale = group.epoch != self.residency.epoch
-        if not self.residency.on or child.stage is Stage.RESERVED or stale:
+        if not self._cacheable(child):
             return ()
         if not self.residency.keeps_answers:
             return group.chain
         tokens = group.request.prompt_token_ids + tuple(child.generated)
         return self.residency.chain(group.request, tokens[: child.position], group.chain)
+
+    def _tail_to_keep(self, child: Sequence, chain: Chain) -> Tail | None:
+        if not self._cacheable(child) or not self.continues:
+            return None
+        return self.residency.tail(child.group.request, chain, child.position, child.generated)
+
+    def _cacheable(self, child: Sequence) -> bool:
+        """Whether the pages of a child have KV of the present weights."""
+        current = child.group.epoch == self.residency.epoch
+        return self.residency.on and child.stage is not Stage.RESERVED and current
 
     def untold(self, child: Sequence) -> ChildProgress:
         first, tokens, logprobs = (
@@ -299,6 +321,7 @@ class DecodeState:
     def _forget(self, group: SequenceGroup) -> None:
         self.release_root(group)
         del self.groups[group.key]
+        self.ended.append(group.key)
         priority = group.request.priority
         self._priorities[priority] -= 1
         if not self._priorities[priority]:

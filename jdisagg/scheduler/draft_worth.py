@@ -31,6 +31,30 @@ PREDICTION_SHARE = 0.003  # largest share of time for predictions while they do 
 RESTS = (8, 256)  # fewest and most steps between predictions while they do not pay
 _FADE = 0.95  # decay of expected and accepted drafts at each step
 _PRIOR = 4.0  # weight of the prior that drafts are accepted as expected, in drafts
+PRIOR = 0.6  # acceptance rate before any prediction was counted
+PRIOR_TRIES = 2.0  # weight of the prior, in predicted tokens
+FADE = 0.95  # decay of a sequence's counts at each prediction, so that the estimate adapts
+OVERALL_FADE = 0.99  # decay of the counts over all sequences
+
+
+@dataclass(slots=True)
+class Acceptance:
+    """Decaying counts of predicted tokens: `tries` counts all of them, `hits` those that the model
+    then generated, even if no decode step verified them. Tokens after the first wrong token of a
+    prediction are not counted."""
+
+    hits: float = 0.0
+    tries: float = 0.0
+
+    def add(self, hits: int, tries: int, fade: float = FADE) -> None:
+        self.hits = self.hits * fade + hits
+        self.tries = self.tries * fade + tries
+
+    def estimate(self, prior: float = PRIOR) -> float:
+        """Returns the probability that a predicted token is correct, provided that all earlier
+        tokens of the prediction are correct. `prior` is the estimate before any prediction was
+        counted."""
+        return (self.hits + prior * PRIOR_TRIES) / (self.tries + PRIOR_TRIES)
 
 
 @dataclass(slots=True)

@@ -45,16 +45,16 @@ class MeshLimits:
             ring buffers.
         speculates: Whether decode steps verify drafts of all sequences, not only tokens that a
             grammar forces.
-        draft_layer: Source of the drafts ("mtp" or "eagle") if the last layer of `kv_spec` drafts
+        draft_layer: Source of the drafts ("mtp", "eagle" or "assistant") if the mesh itself drafts
             tokens. Otherwise "".
         snapshots_per_rank: Number of snapshots that the prefix cache of a rank may hold. A snapshot
             is a copy of recurrent state and ring buffers at the end of a cached prefix
             (`scheduler/snapshots.py`).
         snapshot_tokens: Snapshots, of recurrent state or of windows, are made at multiples of this
             number of tokens; 0 makes none.
-        append_buckets: Numbers of tokens of the prefill chunks that a decode mesh computes itself,
-            ascending; empty if it computes none. If it computes some, `chunk_buckets` are the chunk
-            sizes of prefill meshes.
+        append_buckets: Numbers of tokens of the prefill chunks that the mesh of a decode worker
+            computes, ascending; empty if it computes none. `chunk_buckets` are the chunk sizes of
+            all other workers (`computed_by`).
         appends: Whether the mesh computes chunks only for the last tokens of prompts whose other KV
             it has. Fewer chunk programs are then compiled.
         mixed_buckets: Numbers of tokens of the prefill chunks that can run together with a decode
@@ -171,11 +171,14 @@ class MeshLimits:
         Snapshots are made between such steps."""
         return math.gcd(LONG_GRAIN, self.snapshot_tokens)
 
-    @property
-    def computed(self) -> "MeshLimits":
+    def computed_by(self, every_prompt: bool) -> "MeshLimits":
         """Returns these limits with `chunk_buckets` replaced by the sizes of the prefill chunks
-        that this mesh computes itself."""
-        if not self.append_buckets:
+        that this mesh computes.
+
+        Args:
+            every_prompt: Whether its worker computes every prompt (`WorkerRole.computes`).
+        """
+        if every_prompt or not self.append_buckets:
             return self
         return replace(self, chunk_buckets=self.append_buckets, append_buckets=(), appends=True)
 

@@ -1,7 +1,8 @@
-"""Tracks the KV blocks that a mesh holds in host memory, and decides which blocks are evicted.
+"""Tracks the KV blocks that a mesh holds in a tier, host memory or disk, and decides which blocks
+are evicted.
 
-When the memory is full, blocks are evicted until a low watermark is reached, in the order of their
-last use and retention (`scheduler/retention.py`). Blocks that are being copied are not evicted.
+When the tier is full, blocks are evicted until a low watermark is reached, in the order of their
+last use and retention (`scheduler/retention.py`). Blocks that are written or read are not evicted.
 
 Does no I/O. Invariants (each is a test of the same name in tests/scheduler/test_host_blocks.py):
 - kept_written_and_free_blocks_are_all
@@ -57,21 +58,181 @@ class HostPiece:
 
 
 @dataclass(slots=True, eq=False)
-class HostBlock:
-    """A block that is in host memory or being copied there.
+class TierBlock:
+    """A block or snapshot in one tier, or on its way there.
 
     Attributes:
-        held: Whether the block is being copied back to pages.
+        pieces: The parts of it in host memory; empty if it is on disk.
+        readers: Number of restores that read it now.
+        tail: Whether it is a tail (`scheduler/tails.py`), of which routers do not know.
     """
 
     name: bytes
-    pieces: tuple[HostPiece, ...]
+    rank: int = 0
+    index: int = 0
+    pieces: tuple[HostPiece, ...] = ()
     written: bool = False
-    held: bool = False
+    written_at: float = 0.0
+    readers: int = 0
+    tail: bool = False
 
     @property
     def offer_ids(self) -> tuple[int, ...]:
         return tuple([piece.offer.offer_id for piece in self.pieces])
+
+
+class TierBlocks:
+    """The KV blocks, or the snapshots, of one mesh in one tier.
+
+    Args:
+        capacity: Largest number of blocks.
+        low: Number of blocks down to which blocks are evicted if the tier is full.
+        retained: Retention of the mesh's blocks; None if none is retained.
+        block_bytes: Size of a block.
+    """
+
+    def __init__(
+        self, capacity: int, low: int, retained: Retained | None = None, block_bytes: int = 0
+    ) -> None:
+        self.capacity = capacity
+        self.block_bytes = block_bytes
+        self.writing = 0
+        self._low = min(capacity - 1, low)
+        self._blocks: dict[bytes, TierBlock] = {}
+        self._order: EvictionOrder[bytes] = EvictionOrder(retained, bytes, capacity // 2)
+
+    def __len__(self) -> int:
+        return len(self._blocks)
+
+    def __contains__(self, name: bytes) -> bool:
+        return name in self._blocks
+
+    def listed(self) -> Iterator[tuple[int, bytes, int, bool]]:
+        """Yields (rank, name, index in sequence, in use) of blocks, in the order of eviction."""
+        for block in map(self._blocks.__getitem__, self._order):
+            yield block.rank, block.name, block.index, block.readers > 0 or not block.written
+
+    @property
+    def free(self) -> int:
+        return self.capacity - len(self._blocks)
+
+    @property
+    def room(self) -> int:
+        """Number of blocks that can be added, for which others that are not in use are evicted."""
+        in_use = sum([block.readers > 0 or not block.written for block in self._blocks.values()])
+        return self.capacity - in_use
+
+    def begin(
+        self,
+        name: bytes,
+        pieces: tuple[HostPiece, ...] = (),
+        rank: int = 0,
+        index: int = 0,
+        tail: bool = False,
+    ) -> tuple[TierBlock | None, tuple[TierBlock, ...]]:
+        """Adds a block that is being written.
+
+        Returns:
+            The block, or None if it exists already or if there is no room, and the blocks that were
+                evicted for it.
+        """
+        if name in self._blocks:
+            self._order.add(name)
+            return None, ()
+        gone = self._make_room() if self.free < 1 else ()
+        if self.free < 1:
+            return None, gone
+        block = self._blocks[name] = TierBlock(name, rank, index, pieces, tail=tail)
+        self._order.add(name)
+        self.writing += 1
+        return block, gone
+
+    def written(
+        self, block: TierBlock, pieces: tuple[HostPiece, ...] = (), now: float = 0.0
+    ) -> bool:
+        """Returns False if the block was dropped while it was written."""
+        if not self.knows(block):
+            return False
+        self.writing -= not block.written
+        block.pieces, block.written, block.written_at = pieces, True, now
+        return True
+
+    def knows(self, block: TierBlock) -> bool:
+        return self._blocks.get(block.name) is block
+
+    def arrived(self, name: bytes) -> TierBlock | None:
+        block = self._blocks.get(name)
+        return block if block is not None and block.written else None
+
+    def hold(self, names: Iterable[bytes]) -> tuple[TierBlock, ...]:
+        """Keeps blocks from eviction until `let_go`."""
+        blocks = tuple(map(self._blocks.__getitem__, names))
+        for block in blocks:
+            block.readers += 1
+        return blocks
+
+    def let_go(self, blocks: Iterable[TierBlock]) -> None:
+        for block in reversed(tuple(blocks)):
+            block.readers -= 1
+            if self.knows(block):
+                self._order.add(block.name)
+
+    def forget(self, block: TierBlock) -> bool:
+        """Drops a block, even while it is read. Returns False if it was dropped before."""
+        if not self.knows(block):
+            return False
+        self._remove(block)
+        return True
+
+    def drop(self, names: Iterable[bytes]) -> tuple[TierBlock, ...]:
+        gone = [block for name in names if (block := self._blocks.get(name)) is not None]
+        return tuple(filter(self.forget, gone))
+
+    def clear(self) -> tuple[TierBlock, ...]:
+        gone = tuple(map(self._blocks.__getitem__, self._order))
+        self._blocks.clear()
+        self._order.clear()
+        self.writing = 0
+        return gone
+
+    def _remove(self, block: TierBlock) -> None:
+        del self._blocks[block.name]
+        self._order.discard(block.name)
+        self.writing -= not block.written
+
+    def _make_room(self) -> tuple[TierBlock, ...]:
+        gone: list[TierBlock] = []
+        for block in map(self._blocks.__getitem__, self._order):
+            if len(self._blocks) - len(gone) <= self._low:
+                break
+            if block.written and not block.readers:
+                gone.append(block)
+        return tuple(filter(self.forget, gone))
+
+
+class HostBlocks(TierBlocks):
+    """What is in host memory. One restore at a time reads a block.
+
+    Args:
+        bound: Whether a block can be restored only to the rank whose pages it was in.
+    """
+
+    def __init__(
+        self,
+        capacity: int,
+        bound: bool = False,
+        retained: Retained | None = None,
+        block_bytes: int = 0,
+    ) -> None:
+        super().__init__(capacity, int(capacity * LOW_WATERMARK), retained, block_bytes)
+        self._bound = bound
+
+    def match(self, chain: Chain, first: int, rank: int = 0) -> int:
+        for count, name in enumerate(chain[first:]):
+            block = self.arrived(name)
+            if block is None or block.readers or (self._bound and block.rank != rank):
+                return count
+        return max(0, len(chain) - first)
 
 
 class AskedAgain:
@@ -109,122 +270,3 @@ class AskedAgain:
         if name in self._evicted:
             del self._evicted[name]
             self._share = min(1.0, self._share + 1 / ASKED_WINDOW)
-
-
-class HostBlocks:
-    """The KV blocks of one mesh in host memory, at most `capacity` blocks.
-
-    Args:
-        bound: Whether a block can be restored only to the rank whose pages it was in.
-        retained: Retention of the mesh's blocks; None if none is retained.
-    """
-
-    def __init__(
-        self, capacity: int, bound: bool = False, retained: Retained | None = None
-    ) -> None:
-        self.capacity = capacity
-        self._bound = bound
-        self._blocks: dict[bytes, HostBlock] = {}
-        self._order: EvictionOrder[bytes] = EvictionOrder(retained, bytes, capacity // 2)
-
-    def __len__(self) -> int:
-        return len(self._blocks)
-
-    def __contains__(self, name: bytes) -> bool:
-        return name in self._blocks
-
-    def listed(self, block_tokens: int) -> Iterator[tuple[int, bytes, int, bool]]:
-        """Yields (rank, name, index in sequence, in use) of blocks, in the order of eviction."""
-        for name in self._order:
-            block = self._blocks[name]
-            offer, in_use = block.pieces[0].offer, block.held or not block.written
-            yield offer.rank, block.name, offer.start // block_tokens, in_use
-
-    @property
-    def free(self) -> int:
-        return self.capacity - len(self._blocks)
-
-    @property
-    def writing(self) -> int:
-        return sum([not block.written for block in self._blocks.values()])
-
-    def begin(
-        self, name: bytes, pieces: tuple[HostPiece, ...]
-    ) -> tuple[HostBlock | None, tuple[HostBlock, ...]]:
-        """Adds a block whose pieces are being copied to host memory.
-
-        Returns:
-            The block, or None if it exists already or if there is no room, and the blocks that were
-                evicted for it.
-        """
-        if name in self._blocks:
-            self._order.add(name)
-            return None, ()
-        gone = self._make_room() if self.free < 1 else ()
-        if self.free < 1:
-            return None, gone
-        block = self._blocks[name] = HostBlock(name, pieces)
-        self._order.add(name)
-        return block, gone
-
-    def written(self, block: HostBlock, pieces: tuple[HostPiece, ...]) -> bool:
-        """Returns False if the block was dropped during the copy."""
-        if self._blocks.get(block.name) is not block:
-            return False
-        block.pieces, block.written = pieces, True
-        return True
-
-    def arrived(self, name: bytes) -> HostBlock | None:
-        block = self._blocks.get(name)
-        return block if block is not None and block.written else None
-
-    def match(self, chain: Chain, first: int, rank: int = 0) -> int:
-        for count, name in enumerate(chain[first:]):
-            block = self._blocks.get(name)
-            if block is None or not block.written or block.held:
-                return count
-            if self._bound and block.pieces[0].offer.rank != rank:
-                return count
-        return max(0, len(chain) - first)
-
-    def hold(self, names: Chain) -> tuple[HostBlock, ...]:
-        blocks = tuple([self._blocks[name] for name in names])
-        for block in blocks:
-            block.held = True
-        return blocks
-
-    def let_go(self, blocks: Iterable[HostBlock]) -> None:
-        for block in reversed(tuple(blocks)):
-            block.held = False
-            if self._blocks.get(block.name) is block:
-                self._order.add(block.name)
-
-    def forget(self, block: HostBlock) -> bool:
-        """Drops a block whose contents are wrong. Returns False if the block was dropped before."""
-        if self._blocks.get(block.name) is not block:
-            return False
-        self._remove(block)
-        return True
-
-    def clear(self) -> tuple[HostBlock, ...]:
-        gone = tuple(map(self._blocks.__getitem__, self._order))
-        self._blocks.clear()
-        self._order.clear()
-        return gone
-
-    def _remove(self, block: HostBlock) -> None:
-        del self._blocks[block.name]
-        self._order.discard(block.name)
-
-    def _make_room(self) -> tuple[HostBlock, ...]:
-        """Evicts blocks that are not being copied."""
-        low = min(self.capacity - 1, int(self.capacity * LOW_WATERMARK))
-        gone: list[HostBlock] = []
-        for name in tuple(self._order):
-            if len(self._blocks) <= low:
-                break
-            block = self._blocks[name]
-            if block.written and not block.held:
-                self._remove(block)
-                gone.append(block)
-        return tuple(gone)

@@ -42,7 +42,7 @@ class PageLedger:
     @property
     def free_pages(self) -> int:
         """Number of pages without owner, including idle (cached) pages."""
-        return len(self._free) + len(self._idle)
+        return len(self._free) + len(self._idle) if self._kept else len(self._free)
 
     @property
     def idle_pages(self) -> int:

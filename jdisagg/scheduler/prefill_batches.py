@@ -44,40 +44,39 @@ class PrefillBatches:
         self._cut_tokens = cut_tokens if fits else None
         self._new_id = new_id
         self._snapshot = snapshot
-        self._queues: list[list[Prompt]] = [[] for _ in range(limits.ranks)]
+        self.queues: list[list[Prompt]] = [[] for _ in range(limits.ranks)]
 
     def __iter__(self) -> Iterator[Prompt]:
-        return itertools.chain.from_iterable(self._queues)
+        return itertools.chain.from_iterable(self.queues)
 
     def __len__(self) -> int:
-        return sum([len(queue) for queue in self._queues])
-
-    def __bool__(self) -> bool:
-        return any(self._queues)
+        return sum(map(len, self.queues))
 
     def queued_tokens(self, rank: int) -> int:
-        return sum(prompt.left_tokens for prompt in self._queues[rank])
+        return sum(prompt.left_tokens for prompt in self.queues[rank])
 
     def beside(self, sizes: Sequence[int]) -> tuple[int, ...]:
         return tuple(size for size in sizes if size >= (self._cut_tokens or 0))
 
     def gathers(self) -> bool:
-        return gathers(self._queues)
+        return gathers(self.queues)
 
     def add(self, prompt: Prompt) -> None:
         """Queues a prompt in order of arrival. It is never queued before a partly issued prompt of
         the same or a higher priority. It may precede a partly issued prompt of lower priority,
         which then continues after it."""
         prompt.issued_tokens = prompt.cached_tokens
-        queue = self._queues[prompt.rank]
+        queue = self.queues[prompt.rank]
         place = len(queue)
         while place and _precedes(prompt, queue[place - 1]):
             place -= 1
         queue.insert(place, prompt)
 
-    def remove(self, sequence: int) -> None:
-        for queue in self._queues:
-            queue[:] = [prompt for prompt in queue if prompt.key != sequence]
+    def remove(self, prompt: Prompt) -> None:
+        """Idempotent."""
+        for queue in self.queues:
+            if prompt in queue:
+                queue.remove(prompt)
 
     def next_chunk(
         self,
@@ -114,9 +113,7 @@ class PrefillBatches:
         return PrefillChunk(step, chunk_tokens, tuple(row for packed in ranks for row in packed))
 
     def _leaves_ranks_idle(self, held: Collection[int]) -> bool:
-        return not all(
-            [any([prompt.key not in held for prompt in queue]) for queue in self._queues]
-        )
+        return not all([any([prompt.key not in held for prompt in queue]) for queue in self.queues])
 
     def _merged(self, row: PrefillRow, chunk_tokens: int) -> PrefillRow:
         limits = self._limits
@@ -139,7 +136,7 @@ class PrefillBatches:
 
     def _pack(self, rank: int, held: Collection[int], largest: int) -> list[PrefillRow]:
         limits = self._limits
-        queue = [prompt for prompt in self._queues[rank] if prompt.key not in held]
+        queue = [prompt for prompt in self.queues[rank] if prompt.key not in held]
         picked: list[tuple[Prompt, int]] = []
         used = samples = continuing = 0
         capacity = min(limits.pack_tokens or largest, largest)
@@ -160,7 +157,7 @@ class PrefillBatches:
                     break
                 samples += len(prompt.samples)
                 queue.pop(0)
-                self._queues[rank].remove(prompt)
+                self.queues[rank].remove(prompt)
             else:
                 queue = []  # the chunk is full
             picked.append((prompt, tokens))

@@ -26,9 +26,11 @@ class PromptRoom:
     prompt is identified by its key (`owner`)."""
 
     def __init__(self, limits: MeshLimits) -> None:
+        self._limits = limits
         self.states = StateSlots(limits)
         count = limits.ranks if limits.window_pages_per_rank else 0
         self.windows = [WindowPages(limits) for _ in range(count)]
+        self.on = self.states.on or count > 0  # otherwise there is always room
 
     def needed(self, tokens: int) -> int:
         return self.windows[0].needed(tokens) if self.windows else int(self.states.on)
@@ -62,12 +64,13 @@ class PromptRoom:
             kept.begin_all_snapshots(rank, owner, cached, tokens)
         return table
 
-    def place(self, kind: KvKind, rank: int, owner: int, pages: Table) -> Sequence[int]:
-        """Returns the pages that hold one kind of a prompt's KV, given its ordinary pages. For
-        recurrent state, the only element is the state slot."""
-        if kind is KvKind.STATE:
-            return (self.states.slot(rank, owner),)
-        return self.windows[rank].table(owner) if kind is KvKind.WINDOW else pages
+    def place(self, kind: KvKind, rank: int, owner: int, tokens: int) -> Table:
+        """Returns the pages of windows after `tokens` tokens, or as its only element the slot of
+        recurrent state."""
+        if kind is KvKind.WINDOW and self.windows:
+            return self.windows[rank].table(owner)
+        slot = self.states.slot(rank, owner)
+        return (slot,) if kind is KvKind.STATE else self._limits.ring(slot, tokens)
 
     def free(self, rank: int, owner: int) -> None:
         if self.windows:
@@ -90,10 +93,7 @@ class StateSlots:
         self._each = int(limits.kv_spec.has_state or limits.ring_pages > 0)
         self._ledgers = [PageLedger(limits.state_slots_per_rank) for _ in range(limits.ranks)]
         self._totals = tuple([ledger.total_pages for ledger in self._ledgers])
-
-    @property
-    def on(self) -> bool:
-        return bool(self._each)
+        self.on = self._each > 0
 
     def free_slots(self, rank: int) -> int:
         return self._ledgers[rank].free_pages

@@ -22,6 +22,7 @@ from jdisagg.messages.step_commands import PrefillChunk, PrefillResult, SampleSp
 from jdisagg.plain import plain
 from jdisagg.request import Identity, Request
 from jdisagg.scheduler.decode_state import DecodeState
+from jdisagg.scheduler.executor import MeshLimits
 from jdisagg.scheduler.prefill_batches import PrefillBatches
 from jdisagg.scheduler.prices import MovePrice
 from jdisagg.scheduler.residency import Chain
@@ -203,22 +204,28 @@ class Prompts:
     def __init__(self, state: DecodeState, ids: Callable[[], int], counters: Counters) -> None:
         self.backlog = Backlog()
         self._state = state
-        self._limits = limits = state.limits.computed
+        self._limits = limits = state.limits
         self._kept = kept = state.residency
         self._counters = counters
         # otherwise a hit needs a snapshot, which is cached when the prompt ends
         self._shares = not kept.snapshots or limits.window_pages_per_rank > 0
-        self._batches = PrefillBatches(limits, ids, kept.cut_tokens, kept.begin_snapshot)
-        self._times = ChunkTimes(limits.chunk_buckets[-1])
+        self._ids = ids
+        self.compute_in(limits.computed_by(False))
         self._shared = SharedPrompts()
         self._prompts: dict[int, Prompt] = {}
         self.released: list[Prompt] = []
         self._left_alone: set[int] = set()  # prompts whose leader ended
         self._steps_waited = 0  # decode steps since the last chunk, with a prompt queued
 
+    def compute_in(self, limits: MeshLimits) -> None:
+        """Computes prompts in chunks of the sizes of `limits`. None is queued for chunks."""
+        kept = self._kept
+        self._batches = PrefillBatches(limits, self._ids, kept.cut_tokens, kept.begin_snapshot)
+        self._times = ChunkTimes(limits.chunk_buckets[-1])
+
     def __bool__(self) -> bool:
         """Returns whether a prompt is queued for chunks."""
-        return bool(self._batches)
+        return any(self._batches.queues)
 
     def __len__(self) -> int:
         """Returns the number of prompts that are not forgotten."""
@@ -232,9 +239,9 @@ class Prompts:
             shared: Whether the prompt may wait for blocks of other prompts, and they for its own.
         """
         self._prompts[prompt.key] = prompt
-        if named:
+        if named and self._kept.on:
             self._name(prompt)
-        if shared:
+        if shared and prompt.chain:
             self._shared.begin(prompt.key, prompt.order, prompt.chain)
         return prompt
 
@@ -244,6 +251,10 @@ class Prompts:
         if prompt.chain:
             usable = kept.usable_tokens(prompt.most_known, prompt.computes)
             prompt.useful = prompt.chain[: usable // kept.block_tokens]
+        if prompt.continues:
+            prompt.tail = kept.find_tail(
+                prompt.request, prompt.useful, prompt.tokens - 1, prompt.children[0].accepted
+            )
 
     def __getitem__(self, key: int) -> Prompt:
         return self._prompts[key]
@@ -265,6 +276,8 @@ class Prompts:
         """Looks a prompt up. If another prompt will compute blocks of it, and waiting for them is
         faster than computing them, the prompt waits. Then returns the number of its leading
         positions that will be cached, otherwise 0."""
+        if not prompt.useful:
+            return 0
         reuse = self._joins(prompt)
         if not reuse and prompt.key in self._left_alone:
             self._counters.add("prefix_waits_taken_over")
@@ -331,7 +344,7 @@ class Prompts:
     @property
     def queued(self) -> list[Prompt]:
         """The prompts that are queued for chunks."""
-        return list(self._batches)
+        return [one for queue in self._batches.queues for one in queue]
 
     def stall_those_to(self, destinations: Collection[str]) -> set[int]:
         """Lets no prompt wait for prompts to these destinations. Returns their keys."""
@@ -362,8 +375,10 @@ class Prompts:
         prompt.pages, prompt.windows = state.ledgers[rank].pages(key), windows
         prompt.state = state.states.slot(rank, key)
         prompt.samples, prompt.adapter = samples, state.adapters.slot_of(prompt.request)
-        wanted = self._kept.wanted_snapshots(rank, prompt.chain, prompt.tokens, cached_tokens)
-        prompt.snapshots = () if windows else wanted
+        prompt.snapshots = ()
+        if self._kept.snapshots and not windows:
+            wanted = self._kept.wanted_snapshots(rank, prompt.chain, prompt.tokens, cached_tokens)
+            prompt.snapshots = wanted
         prompt.images = prompt.request.scoped_images
         self._batches.add(prompt)
         self.expect(prompt, cached_tokens)
@@ -371,16 +386,17 @@ class Prompts:
 
     def withdraw(self, key: int) -> None:
         """Takes the prompt's chunks that are not issued from the queue. Its pages are freed."""
-        self._batches.remove(key)
         if (prompt := self._prompts.get(key)) is not None:
+            self._batches.remove(prompt)
             prompt.rank = -1
 
     def forget(self, key: int) -> None:
-        if self._prompts.pop(key, None) is not None:
+        if (prompt := self._prompts.pop(key, None)) is not None:
             self._left_alone.discard(key)
-            self._batches.remove(key)
+            self._batches.remove(prompt)
             self.backlog.forget(key)
-            self._release(self._shared.end(key), ended=True)
+            if followers := self._shared.end(key):
+                self._release(followers, ended=True)
 
     # ---- chunks
 
@@ -434,7 +450,7 @@ class Prompts:
         self._times.took(chunk.chunk_tokens, seconds)
 
     def step_ended(self) -> None:
-        self._steps_waited = self._steps_waited + 1 if self._batches else 0
+        self._steps_waited = self._steps_waited + 1 if self else 0
 
 
 class Attempts:
@@ -486,9 +502,11 @@ class Backlog:
         self._prompts: dict[int, tuple[int, int, int]] = {}
 
     def add(self, key: int, tokens: int, cached_tokens: int = 0, priority: int = 0) -> None:
-        self.forget(key)
-        self._prompts[key] = cached_tokens, tokens, priority
-        self._count(cached_tokens, tokens, 1)
+        prompt = cached_tokens, tokens, priority
+        if self._prompts.get(key) != prompt:
+            self.forget(key)
+            self._prompts[key] = prompt
+            self._count(cached_tokens, tokens, 1)
 
     def by_priority(self) -> dict[int, int]:
         tokens: dict[int, int] = {}

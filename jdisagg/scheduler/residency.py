@@ -1,10 +1,5 @@
 """The prefix cache: tracks which pages of a mesh hold which blocks of KV.
 
-A block's name is a keyed 32-byte hash of its tokens and the preceding block's name (`BlockNames`).
-So a name identifies the block, its images, and all tokens before it, and blocks of two namespaces
-never have the same name. With a shorter hash, or without a key, a client could construct
-collisions.
-
 `ResidencyTree` maps block names to pages of one data-parallel rank.
 
 Some models have layers that keep recurrent state or only the KV of a sliding window. For them, a
@@ -23,101 +18,32 @@ import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass, replace
-from hashlib import blake2b
+from dataclasses import replace
 
-import numpy as np
-
-from jdisagg.config import PrefixConfig
-from jdisagg.messages.kept_blocks import KeptScheme, named_model
+from jdisagg.messages.kept_blocks import KeptScheme
 from jdisagg.plain import plain
-from jdisagg.prompt.images import block_content
 from jdisagg.request import Request
+from jdisagg.scheduler.block_names import BlockNames, Chain
 from jdisagg.scheduler.kept_events import KeptEvents
 from jdisagg.scheduler.kept_log import KeptLog
-from jdisagg.scheduler.page_ledger import LedgerError, PageLedger
+from jdisagg.scheduler.page_ledger import LedgerError, PageLedger, pages_for
 from jdisagg.scheduler.retention import EvictionOrder, Retained, SessionBlocks
 from jdisagg.scheduler.snapshots import Snapshots, wanted_snapshots
-
-NAME_BYTES = 32
-
-Chain = tuple[bytes, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class BlockNames:
-    """Computes the names (hashes) of cached blocks, which are equal on all workers of a cluster.
-
-    Args:
-        secret: Key of the hashes, up to 64 bytes. Names reveal nothing about prompts to anyone
-            without the key.
-        model: Model fingerprint and KV dtype. Workers can share KV only if both are equal.
-        grid_tokens: Prompts are split between chunks, and prefill starts after cached blocks, only
-            at multiples of this number of tokens; None means the block size. If it equals the
-            largest chunk, a cache hit runs the same programs on the same rows as a miss, so results
-            are bit-identical. If it is set, KV of decode steps is not cached, because decode steps
-            round differently from prefill.
-    """
-
-    secret: bytes
-    model: str
-    grain_tokens: int = 128
-    grid_tokens: int | None = None
-    weights: str = ""
-
-    @classmethod
-    def of(cls, config: PrefixConfig, secret: bytes, model: str) -> "BlockNames | None":
-        if not config.reuse:
-            return None
-        return cls(secret, model, config.grain_tokens, config.grid_tokens)
-
-    @property
-    def cut_tokens(self) -> int:
-        return self.grid_tokens or self.grain_tokens
-
-    def chain(
-        self, request: Request, tokens: Sequence[int], block_tokens: int, known: Chain = ()
-    ) -> Chain:
-        known = known[: len(tokens) // block_tokens]
-        content = np.asarray(tokens[len(known) * block_tokens :], "<u4").tobytes()
-        step, every = 4 * self.grain_tokens, block_tokens // self.grain_tokens
-        link, names = known[-1] if known else self._root(request), []
-        first = len(known) * block_tokens
-        for end in range(step, len(content) + 1, step):
-            part = content[end - step : end]
-            if request.images:
-                stop = first + end // 4
-                part += block_content(request.images, stop - self.grain_tokens, stop)
-            link = blake2b(part, key=link, digest_size=NAME_BYTES).digest()
-            names.append(link)
-        return (*known, *names[every - 1 :: every])
-
-    def digest(self, purpose: bytes, *parts: str) -> bytes:
-        """Returns a hash of the model and of `parts`, keyed with the secret. Different values of
-        `purpose` (up to 16 bytes) give unrelated hashes. Each part is hashed together with its
-        length, so different lists of parts never have the same input."""
-        root = blake2b(key=self.secret, digest_size=NAME_BYTES, person=purpose)
-        model = named_model(self.model, self.weights)
-        for part in (model, str(self.grain_tokens), *parts):
-            text = part.encode("utf-8", "surrogatepass")
-            root.update(len(text).to_bytes(8, "little") + text)
-        return root.digest()
-
-    def _root(self, request: Request) -> bytes:
-        adapter = () if request.adapter is None else (request.adapter.digest,)
-        return self.digest(b"jdisagg kv", request.tenant, request.cache_scope, *adapter)
+from jdisagg.scheduler.tails import Tail, Tails
 
 
 @plain
 class Evicted:
     """A block that is no longer cached in pages, at this index of its sequence. Commands that are
-    issued next may overwrite the pages. `awaited`: whether a sequence will use it again."""
+    issued next may overwrite the pages. `awaited`: whether a sequence will use it again. `tail`:
+    number of its positions if it is a tail (`scheduler/tails.py`), otherwise 0."""
 
     rank: int
     name: bytes
     index: int
     pages: tuple[int, ...]
     awaited: bool
+    tail: int
 
 
 class ResidencyTree:
@@ -128,7 +54,7 @@ class ResidencyTree:
         ledger: PageLedger,
         block_pages: int,
         log: KeptLog,
-        evicted: Callable[[bytes, int, tuple[int, ...], bool], None],
+        evicted: Callable[[bytes, int, tuple[int, ...], bool, int], None],
         changed: Callable[[bytes, bool], None],  # (name, whether it was added)
         snapshots: Snapshots | None,
         retained: Retained,
@@ -139,6 +65,7 @@ class ResidencyTree:
         self._blocks: dict[bytes, tuple[int, ...]] = {}
         self._indices: dict[bytes, int] = {}  # in their sequences
         self._names: dict[int, bytes] = {}
+        self._tails: dict[bytes, int] = {}  # tokens of the blocks that are tails
         self._awaited: set[bytes] = set()  # blocks that a preempted sequence will use again
         self.evicted_blocks = 0  # blocks evicted for lack of room
         self._evicted = evicted
@@ -170,6 +97,14 @@ class ResidencyTree:
         self._awaited.difference_update(chain)
         return self._ledger.adopt(owner, self.pages(chain))
 
+    def take(self, owner: int, chain: Chain, tail: bytes, most_pages: int) -> tuple[int, ...]:
+        """Like `adopt`, with the first pages of a tail, which is cached no longer."""
+        self._awaited.difference_update(chain)
+        pages = self.pages(chain) + self._blocks[tail][:most_pages]
+        self._ledger.adopt(owner, pages)
+        self.drop((tail,))
+        return pages
+
     def keep(self, owner: int, chain: Chain) -> None:
         """Caches the blocks of `chain`, which are in the first pages of `owner`. A block that is
         already cached in other pages is not cached twice."""
@@ -194,20 +129,45 @@ class ResidencyTree:
             self._log.gained(name)
             self._changed(name, True)
 
-    def let_go(self, owner: int, chain: Chain, awaited: bool = False) -> None:
+    def let_go(
+        self,
+        owner: int,
+        chain: Chain,
+        awaited: bool = False,
+        tail: Tail | None = None,
+        tail_pages: int = 0,
+    ) -> None:
         """Releases the pages of `owner`. The first pages hold the blocks of `chain`, which remain
-        cached. If a block is already cached in other pages, those pages stay cached and the owner's
-        pages become free. `awaited`: whether the sequence will use these blocks again. They then
-        stay longer than blocks that nobody waits for."""
+        cached, and the `tail_pages` pages behind them hold `tail`. If a block is already cached in
+        other pages, those pages stay cached and the owner's pages become free. `awaited`: whether
+        the sequence will use these blocks again. They then stay longer than blocks that nobody
+        waits for."""
         self.keep(owner, chain)
+        if tail is not None:
+            self._keep_tail(owner, chain, tail, tail_pages)
         self._ledger.free(owner)
         cached = chain[: self.match(chain)]
         # Blocks that were cached before are touched, too, so that a block is evicted after its
         # successors.
         self._ledger.touch(reversed(self.pages(cached)))
+        if tail is not None and tail.name in self._tails:
+            cached = (*cached, tail.name)
         if awaited:
             self._awaited.update(cached)
             self._ledger.spare(self.pages(cached))
+
+    def _keep_tail(self, owner: int, chain: Chain, tail: Tail, count: int) -> None:
+        """A tail in pages of others, too, is not cached, because its next owner writes to them."""
+        first, ledger = len(chain) * self._block_pages, self._ledger
+        pages = ledger.pages(owner)[first : first + count]
+        shared = any([ledger.references(page) > 1 or page in self._names for page in pages])
+        if shared or tail.name in self._blocks or self.match(chain) < len(chain):
+            return
+        for page in pages:
+            ledger.keep(page)
+            self._names[page] = tail.name
+        self._blocks[tail.name], self._indices[tail.name] = pages, len(chain)
+        self._tails[tail.name] = tail.tokens
 
     def by_last_use(self) -> Iterator[tuple[bytes, int, bool]]:
         """Yields (name, index in its sequence, whether an owner holds it) of each block in order of
@@ -224,8 +184,7 @@ class ResidencyTree:
                 self._ledger.keep_no_longer(page)
             del self._indices[name]
             self._awaited.discard(name)
-            self._log.lost(name)
-            self._changed(name, False)
+            self._lost(name)
             if self.snapshots is not None:
                 self.snapshots.drop(name)
 
@@ -234,8 +193,7 @@ class ResidencyTree:
         for page in self._names:
             self._ledger.keep_no_longer(page)
         for name in self._blocks:
-            self._log.lost(name)
-            self._changed(name, False)
+            self._lost(name)
         if self.snapshots is not None:
             self.snapshots.clear()
         self._blocks.clear()
@@ -249,15 +207,19 @@ class ResidencyTree:
         pages, index = self._blocks.pop(name), self._indices.pop(name)
         if self.snapshots is not None:
             self.snapshots.drop(name)
-        self._evicted(name, index, pages, name in self._awaited)
+        self._evicted(name, index, pages, name in self._awaited, self._tails.get(name, 0))
         self._awaited.discard(name)
         others = tuple(other for other in pages if other != page)
         for other in others:
             del self._names[other]
         self.evicted_blocks += 1
-        self._log.lost(name)
-        self._changed(name, False)
+        self._lost(name)
         return others
+
+    def _lost(self, name: bytes) -> None:
+        if not self._tails.pop(name, 0):
+            self._log.lost(name)
+            self._changed(name, False)
 
 
 class Residency:
@@ -266,6 +228,9 @@ class Residency:
     Args:
         snapshots: Snapshots of recurrent state or of windows of each rank, from which a hit
             continues. Empty if a hit needs none.
+
+    Attributes:
+        evicted: What `take_evicted` returns next.
     """
 
     def __init__(
@@ -277,16 +242,18 @@ class Residency:
     ) -> None:
         self._ledgers = ledgers
         self._names = names
+        self.on = names is not None
         self._page_size = page_size
         self.block_tokens = math.lcm(names.grain_tokens, page_size) if names else 0
         self.log = KeptLog()
         self.retained = Retained()
+        self.tails = Tails()
         self.sessions = SessionBlocks(self.log.__contains__)
         self.snapshots: tuple[Snapshots, ...] = tuple(snapshots) if names else ()
         self._trees = [self._tree(rank) for rank in range(len(ledgers))] if names else []
         self.cut_tokens = names.cut_tokens if names else None
         self._events: KeptEvents | None = None
-        self._given_up: list[Evicted] = []
+        self.evicted: list[Evicted] = []
         self._guests = 0
         self._holds: dict[int, int] = {}  # ranks of the owners that `hold` made, newest last
         self.epoch = 0  # counts clears; pages filled in an earlier epoch are not cached
@@ -303,17 +270,13 @@ class Residency:
         )
 
     def _evicted(
-        self, rank: int, name: bytes, index: int, pages: tuple[int, ...], awaited: bool
+        self, rank: int, name: bytes, index: int, pages: tuple[int, ...], awaited: bool, tail: int
     ) -> None:
-        self._given_up.append(Evicted(rank, name, index, pages, awaited))
+        self.evicted.append(Evicted(rank, name, index, pages, awaited, tail))
 
     def _changed(self, rank: int, name: bytes, added: bool) -> None:
         if self._events is not None:
             self._events.changed(rank, name, added)
-
-    @property
-    def on(self) -> bool:
-        return self._names is not None
 
     @property
     def keeps_answers(self) -> bool:
@@ -390,9 +353,7 @@ class Residency:
     def take_evicted(self) -> list[Evicted]:
         """Returns the blocks that were evicted for lack of room since the last call. They can still
         be copied before the next command is issued."""
-        evicted = self._given_up
-        if evicted:
-            self._given_up = []
+        evicted, self.evicted = self.evicted, []
         return evicted
 
     def report(self, pending: Callable[[], None]) -> KeptEvents | None:
@@ -418,6 +379,23 @@ class Residency:
             self._events.named(chain[:text], min(len(known), len(chain)), tokens)
         return chain
 
+    def tail(self, request: Request, chain: Chain, end: int, answer: Sequence[int]) -> Tail | None:
+        """Returns the tail of a sequence whose full blocks are `chain` and whose KV ends at
+        position `end`, or None if it is not cached. `answer`: tokens after the prompt."""
+        start = len(chain) * self.block_tokens
+        if self._names is None or not self.keeps_answers or end <= start:
+            return None
+        first = max(0, start - len(request.prompt_token_ids))
+        stem = self._names.stem(request, chain, start)
+        return Tail.of(stem, start, end, answer[first : end - len(request.prompt_token_ids)])
+
+    def find_tail(
+        self, request: Request, chain: Chain, end: int, answer: Sequence[int]
+    ) -> Tail | None:
+        """Returns a tail that begins as that of a sequence would (`tail`), or None."""
+        wanted = self.tail(request, chain, end, answer)
+        return wanted and self.tails.find(wanted.stem, wanted.answer)
+
     def cached_tokens(self, rank: int, chain: Chain, most: int, to_compute: bool) -> int:
         """Returns the number of leading positions of a sequence that a rank caches, at most `most`.
         If `to_compute` is set, the number is rounded down to a position at which a prefill chunk
@@ -442,18 +420,21 @@ class Residency:
         return self._trees[rank].held_pages(self._first(chain, tokens)) if tokens else 0
 
     def reserve(
-        self, rank: int, owner: int, chain: Chain, tokens: int, pages: int
+        self, rank: int, owner: int, chain: Chain, tokens: int, pages: int, tail: bytes = b""
     ) -> tuple[int, ...] | None:
         """Creates `owner` with `pages` pages. The first of them hold the first `tokens` positions
-        of the chain, which are cached. Returns the pages, or None if too few are free. Then nothing
-        changes."""
+        of the chain, which are cached, and then those of `tail`, if it is in pages of the rank.
+        Returns the pages, or None if too few are free. Then nothing changes."""
         ledger = self._ledgers[rank]
-        if not tokens:
+        if not tokens and not tail:
             return ledger.reserve(owner, pages)
         tree, known = self._trees[rank], self._first(chain, tokens)
         if pages - tree.held_pages(known) > ledger.free_pages:
             return None
-        adopted = tree.adopt(owner, known)
+        if tail in tree:
+            adopted = tree.take(owner, known, tail, pages - len(tree.pages(known)))
+        else:
+            adopted = tree.adopt(owner, known)
         return ledger.extend(owner, pages - len(adopted))
 
     def keep(self, rank: int, owner: int, chain: Chain) -> None:
@@ -462,9 +443,19 @@ class Residency:
         if chain:
             self._trees[rank].keep(owner, chain)
 
-    def let_go(self, rank: int, owner: int, chain: Chain = (), awaited: bool = False) -> None:
-        if chain:
-            self._trees[rank].let_go(owner, chain, awaited)
+    def let_go(
+        self,
+        rank: int,
+        owner: int,
+        chain: Chain = (),
+        awaited: bool = False,
+        tail: Tail | None = None,
+    ) -> None:
+        if tail is not None:
+            self.tails.add(tail)
+        if chain or tail is not None:
+            tail_pages = pages_for(tail.tokens, self._page_size) if tail else 0
+            self._trees[rank].let_go(owner, chain, awaited, tail, tail_pages)
         else:
             self._ledgers[rank].free(owner)
         if self.snapshots:
@@ -538,12 +529,13 @@ class Residency:
         Sequences keep their pages. Sequences from an earlier `epoch` must pass an empty chain to
         `let_go`, so that their blocks are not cached."""
         self.epoch += 1
-        self._given_up = [one for one in self._given_up if rank not in (None, one.rank)]
+        self.evicted = [one for one in self.evicted if rank not in (None, one.rank)]
         trees = self._trees if rank is None else self._trees[rank : rank + 1]
         blocks = sum([tree.clear() for tree in trees])
         if rank is None:
             self.log.cleared()
             self.sessions.clear()
+            self.tails.clear()
             if self._events is not None:
                 self._events.cleared()
         return blocks
@@ -554,7 +546,7 @@ class Residency:
             tree.drop(names)
         for of_rank in self.snapshots:
             of_rank.take_evicted()
-        self._given_up = [one for one in self._given_up if one.name not in names]
+        self.evicted = [one for one in self.evicted if one.name not in names]
         self.retained.forget(names)
 
     def _first(self, chain: Chain, tokens: int) -> Chain:

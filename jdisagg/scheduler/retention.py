@@ -61,7 +61,8 @@ class Retained:
         return bool(self._by_name)
 
     def advance(self, now: float) -> None:
-        self.now = max(self.now, now)
+        if now > self.now:
+            self.now = now
 
     def of(self, name: bytes) -> Retention | None:
         return self._by_name.get(name)

@@ -26,10 +26,11 @@ from jdisagg.plain import plain
 from jdisagg.prompt.images import PromptImage
 from jdisagg.prompt.logprobs import LAST, POOLINGS, PromptLogprobs
 from jdisagg.request import FinishReason, Request, TokenLogprobs
-from jdisagg.scheduler.acceptance import Acceptance
+from jdisagg.scheduler.draft_worth import Acceptance
 from jdisagg.scheduler.handoff import Handoff
 from jdisagg.scheduler.ngram import NgramSearch
 from jdisagg.scheduler.residency import Chain
+from jdisagg.scheduler.tails import Tail
 
 
 def sample_spec(request: Request, child: int, generated: tuple[int, ...]) -> SampleSpec:
@@ -103,10 +104,10 @@ class Sequence:
     aside_seconds: float = 0.0
     # while there are fewer generated tokens than this, no token ends the sequence or is reported
     uneventful: int = 0
+    rank: int = field(init=False)
 
-    @property
-    def rank(self) -> int:
-        return self.group.rank
+    def __post_init__(self) -> None:
+        self.rank = self.group.rank
 
     @property
     def position(self) -> int:
@@ -148,6 +149,8 @@ class SequenceGroup:
             be made when all KV has arrived.
         chain: Hashes of the full blocks of `known_tokens`. They are invalid if the prefix cache was
             cleared since, which starts a new `epoch`.
+        complete: Whether its pages have the KV of all known tokens but the newest, so that its only
+            child goes on with a decode step.
     """
 
     key: int
@@ -164,11 +167,11 @@ class SequenceGroup:
     cached_tokens: int = 0
     chain: Chain = ()
     epoch: int = 0
-    computes: bool = False
+    complete: bool = False
+    prompt_tokens: int = field(init=False)
 
-    @property
-    def prompt_tokens(self) -> int:
-        return len(self.request.prompt_token_ids)
+    def __post_init__(self) -> None:
+        self.prompt_tokens = len(self.request.prompt_token_ids)
 
     @property
     def known_tokens(self) -> tuple[int, ...]:
@@ -211,8 +214,10 @@ class Prompt:
         decodes: Whether its answer is generated on this mesh. Otherwise its KV is sent.
         computes: Whether this mesh computes the uncached tokens. At least one token is then treated
             as uncached.
+        continues: Whether a sequence that gave way may go on with a decode step.
         chain: Names (hashes) of the full blocks; empty if no cached blocks may be used.
         useful: Names of the blocks among the `most_known` first positions.
+        tail: The KV behind these blocks, if the sequence may continue; it may be gone.
         known: For each rank, the number of leading blocks of `useful` that were in pages at the
             last look-up.
         cached: For each rank, the number of leading positions after which a chunk could have begun
@@ -227,6 +232,9 @@ class Prompt:
         snapshots: Positions, ascending, at which snapshots of the state are wanted.
         issued_tokens: Number of leading positions that are cached or part of issued chunks.
         scores: Log-probabilities of the parts that are computed.
+        order: Sort key in the queue.
+        prompt_logprobs: Number of log-probabilities to return for each prompt token, or LAST or SUM
+            for a hidden state, or None.
     """
 
     key: int
@@ -235,11 +243,13 @@ class Prompt:
     arrival: float
     attempt: int = 1
     computes: bool = True
+    continues: bool = False
     decodes: bool = True
     since: float | None = None
     destination: str = ""
     chain: Chain = ()
     useful: Chain = ()
+    tail: Tail | None = None
     known: tuple[int, ...] = ()
     cached: tuple[int, ...] = ()
     rank: int = -1
@@ -256,28 +266,19 @@ class Prompt:
     issued_tokens: int = 0
     scores: list[PromptLogprobs] = field(default_factory=list)
     token_ids: tuple[int, ...] = field(init=False)
+    tokens: int = field(init=False)
+    priority: int = field(init=False)
+    order: tuple[float, int] = field(init=False)
+    prompt_logprobs: int | None = field(init=False)
 
     def __post_init__(self) -> None:
-        self.token_ids = self.request.prompt_token_ids + self.children[0].accepted
-
-    @property
-    def order(self) -> tuple[float, int]:
+        request, accepted = self.request, self.children[0].accepted
+        self.token_ids = request.prompt_token_ids + accepted
+        self.tokens = len(self.token_ids)
+        self.priority = request.priority
         since = self.arrival if self.since is None else self.since
-        return (since - head_start(self.priority), self.key)
-
-    @property
-    def priority(self) -> int:
-        return self.request.priority
-
-    @property
-    def tokens(self) -> int:
-        return len(self.token_ids)
-
-    @property
-    def prompt_logprobs(self) -> int | None:
-        """Number of log-probabilities to return for each prompt token, or LAST or SUM for a hidden
-        state, or None."""
-        return wanted_of_prompt(self.request, self.children[0].accepted)
+        self.order = (since - head_start(request.priority), self.key)
+        self.prompt_logprobs = wanted_of_prompt(request, accepted)
 
     @property
     def all_scores(self) -> PromptLogprobs | None:
@@ -286,7 +287,7 @@ class Prompt:
     @property
     def most_known(self) -> int:
         """Number of leading positions that are not computed if they are cached."""
-        if not self.computes:
+        if not (self.computes or self.continues):
             return self.tokens
         return self.tokens - 1 if self.prompt_logprobs in (None, LAST) else 0
 

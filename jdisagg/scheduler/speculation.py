@@ -12,8 +12,7 @@ from collections.abc import Sequence as Rows
 from typing import Any, NamedTuple, Protocol
 
 from jdisagg.messages.step_commands import NO_TOKEN, DraftRow
-from jdisagg.scheduler.acceptance import OVERALL_FADE, Acceptance
-from jdisagg.scheduler.draft_worth import DraftWorth
+from jdisagg.scheduler.draft_worth import OVERALL_FADE, Acceptance, DraftWorth
 from jdisagg.scheduler.executor import LONGEST_RUN, MeshLimits
 from jdisagg.scheduler.ngram import SIZES, NgramSearch
 from jdisagg.scheduler.sequences import Sequence
@@ -80,9 +79,9 @@ class NgramDrafter:
 
 
 class NextTokenDrafter:
-    """Plans drafts that the mesh itself computes with a next-token layer or an EAGLE-3 head
-    (`executor/next_tokens.py`). The scheduler does not know these tokens and uses placeholders.
-    Each step with drafts computes the drafts of the next step."""
+    """Plans drafts that the mesh itself computes with a next-token layer, an EAGLE-3 head or an
+    assistant (`executor/next_tokens.py`). The scheduler does not know these tokens and uses
+    placeholders. Each step with drafts computes the drafts of the next step."""
 
     kinds = 1
     on_mesh = True

@@ -25,7 +25,7 @@ import msgspec
 from jdisagg.config import InstanceConfig
 from jdisagg.messages.step_commands import DecodeSteps, StepCommand
 from jdisagg.messages.worker_status import PriorityLoad, WorkerRole
-from jdisagg.scheduler.admission import Admission, StateCopies, stalled_destinations
+from jdisagg.scheduler.admission import Admission, Admitted, StateCopies, stalled_destinations
 from jdisagg.scheduler.decode_batches import DecodeBatches
 from jdisagg.scheduler.decode_state import DecodeState
 from jdisagg.scheduler.prompts import Prompts
@@ -311,13 +311,10 @@ class Scheduler:
         counters: Counters,
     ) -> None:
         limits = state.limits
-        computes = role.computes or limits.append_buckets
-        self.chunk_tokens = limits.computed.chunk_buckets[-1] if computes else 0
         self.prompts = prompts = Prompts(state, ids, counters)
         self.admission = Admission(state, prompts, config.growth_tokens, config.ahead_sequences)
         self.batches = DecodeBatches.of(state, config, spans, clock)
         self._state = state
-        self._decodes = role.decodes
         self._counters = counters
         self._spans = spans
         self._alternates = limits.pack_tokens is None
@@ -326,13 +323,23 @@ class Scheduler:
         # the offers of chunks in the pipeline are published already
         chunks = CHUNKS_OFFERED + limits.stages - 1
         self._most_offered = chunks * limits.ranks * limits.chunk_buckets[-1] * limits.layer_groups
+        self.take_role(role)
+
+    def take_role(self, role: WorkerRole) -> None:
+        """No prompt is queued for chunks, and there are no sequences."""
+        limits = self._state.limits
+        computed = limits.computed_by(role.computes)
+        computes = role.computes or limits.append_buckets
+        self.chunk_tokens = computed.chunk_buckets[-1] if computes else 0
+        self._decodes = role.decodes
+        self.prompts.compute_in(computed)
 
     def idle(self, steps_in_flight: bool) -> bool:
         """Whether a turn would decide nothing, because nothing waits or has ended."""
-        state = self._state
-        if self.admission.queue or self.prompts or self.prompts.released:
+        state, prompts = self._state, self.prompts
+        if self.admission.queue or prompts.released or state.news or state.cut:
             return False
-        if state.news or state.cut:
+        if self.chunk_tokens and prompts:
             return False
         # what is ready or frozen may interrupt the running span
         spans = self._spans and steps_in_flight
@@ -341,15 +348,16 @@ class Scheduler:
     def turn(self, now: Facts) -> Turn:
         state, admission = self._state, self.admission
         state.residency.retained.advance(now.at)
-        if state.news:
+        if state.ended:
             self._forget_ended()
         stalled, full = _NONE_STALLED
         if now.offered_tokens:
             stalled, full = stalled_destinations(now.offered_tokens, self._most_offered)
         yielded = 0
-        if state.ready:
+        if state.ready and not state.one_priority:
             yielded = sum(map(admission.give_way, self.batches.yielding_slots()))
-        admitted = admission.admit(now.lease_until, stalled)
+        waits = admission.queue or stalled
+        admitted = admission.admit(now.lease_until, stalled) if waits else Admitted()
         turn = Turn(
             admitted.prompts,
             admitted.groups,
@@ -359,17 +367,17 @@ class Scheduler:
         )
         if now.step is not None and not full:
             self._issue(turn, now, now.step, stalled)
-        if state.news:
+        if state.ended:
             self._forget_ended()
+        if state.news:
             turn.news = state.take_news()
         if state.cut:
             turn.cut = state.take_cut()
         return turn
 
     def _forget_ended(self) -> None:
-        for progress in self._state.news:
-            if progress.group_key not in self._state.groups:
-                self.prompts.forget(progress.group_key)
+        for key in self._state.take_ended():
+            self.prompts.forget(key)
 
     def _issue(self, turn: Turn, now: Facts, step: int, stalled: frozenset[str]) -> None:
         if not self._decodes:
@@ -391,7 +399,8 @@ class Scheduler:
                 steps = self.batches.next_step(step, decision.quiet, drafts=not snapshot.mixes)
                 if copies := self.batches.take_snapshots():
                     turn.copies.append(copies)
-                self._forget_ended()  # of sequences that lost their pages to running ones
+                if self._state.ended:
+                    self._forget_ended()  # of sequences that lost their pages to running ones
                 if steps is None and snapshot.prompts_queued:
                     turn.command = self.prompts.next_chunk(step)
                     return
@@ -433,13 +442,14 @@ class Scheduler:
 
     def ended(self, command: StepCommand, seconds: float) -> None:
         """Records that a command ran for some seconds."""
-        if isinstance(command, DecodeSteps) and self._times.chunks and not command.drafts:
-            chunk_tokens = command.chunk.chunk_tokens if command.chunk else 0
-            sequences = max(map(len, command.slots))
-            self._times.took(sequences, chunk_tokens, seconds / command.steps)
         if self.chunk_tokens:
             self.prompts.step_ended()
-        self._count_drafts()
+        if isinstance(command, DecodeSteps):
+            self._count_drafts()
+            if self._times.chunks and not command.drafts:
+                chunk_tokens = command.chunk.chunk_tokens if command.chunk else 0
+                sequences = max(map(len, command.slots))
+                self._times.took(sequences, chunk_tokens, seconds / command.steps)
 
     def _count_drafts(self) -> None:
         every, counters = self.batches.forced_tokens, self._counters
@@ -451,8 +461,11 @@ class Scheduler:
 
     def loads(self) -> tuple[PriorityLoad, ...]:
         """Returns the load by priority."""
-        held, queued = self._state.priorities(), self.prompts.backlog.by_priority()
-        waiting = self.admission.priorities()
+        groups, waits, backlog = self._state.groups, self.admission.queue, self.prompts.backlog
+        if not (groups or waits or backlog.tokens):
+            return ()
+        held, queued = self._state.priorities(), backlog.by_priority()
+        waiting = self.admission.priorities() if waits else {}
         return tuple(
             [
                 PriorityLoad(one, *held.get(one, (0, 0)), waiting.get(one, 0), queued.get(one, 0))

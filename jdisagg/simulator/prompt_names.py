@@ -3,8 +3,8 @@ tokens.
 
 A workload has a number, its *name*, for each block of `block_tokens` tokens of a prompt. Equal
 names mean that all tokens up to the block's end are equal. Live workers compute a chain of keyed
-hashes from tokens, one for each block of the prefix cache (`scheduler/residency.py`). `PromptNames`
-computes this chain from the workload's names instead.
+hashes from tokens, one for each block of the prefix cache (`scheduler/block_names.py`).
+`PromptNames` computes this chain from the workload's names instead.
 
 Invariant: blocks that the workload does not name, such as those of answers, are found by their own
 request only."""
@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 
 from jdisagg.request import Request
-from jdisagg.scheduler.residency import NAME_BYTES, BlockNames, Chain
+from jdisagg.scheduler.block_names import NAME_BYTES, BlockNames, Chain
 from jdisagg.simulator.workloads import Arrival
 
 

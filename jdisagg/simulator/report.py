@@ -237,6 +237,14 @@ def _tenants(outcomes: Sequence[RequestOutcome], slo: SloLimits) -> dict[str, fl
     return {name: sum(met) / len(met) for name, met in sorted(mine.items())}
 
 
+def utilisation(
+    outcomes: Sequence[RequestOutcome], usage: Sequence[WorkerUsage]
+) -> dict[str, float]:
+    """Returns the fraction of the run in which the devices of each role were busy."""
+    first = min([item.arrival for item in outcomes])
+    return _utilisation(usage, max([item.finish for item in outcomes]) - first)
+
+
 def _utilisation(usage: Sequence[WorkerUsage], duration: float) -> dict[str, float]:
     busy: dict[str, float] = {}
     there: dict[str, float] = {}

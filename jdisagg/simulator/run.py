@@ -112,13 +112,14 @@ def simulate(
         run.enough, run.begun, run.users, run.gaps = enough, begun, concurrency, gaps
         return await run.run(hooks, settle_seconds)
 
-    threshold = gc.get_threshold()
+    threshold, frozen = gc.get_threshold(), gc.get_freeze_count()
     gc.set_threshold(*COLLECT_AFTER)
     try:
         return run_virtually(main, limit_seconds=math.inf)
     finally:
         gc.set_threshold(*threshold)
-        gc.unfreeze()
+        if not frozen:  # else it would also unfreeze the caller's objects
+            gc.unfreeze()
 
 
 class _Run:
@@ -141,7 +142,8 @@ class _Run:
     async def run(self, hooks: Sequence[Hook], settle_seconds: float) -> Result:
         cluster, loop = self.cluster, asyncio.get_running_loop()
         await cluster.start()
-        gc.freeze()  # the workers live until the end; collection can skip them
+        if not gc.get_freeze_count():
+            gc.freeze()  # the workers live until the end; collection can skip them
         running = [asyncio.ensure_future(hook(cluster)) for hook in hooks]
         over = self._over = loop.create_future()
         if self.users is None:
@@ -313,6 +315,7 @@ class _Run:
             deadline_seconds=arrival.deadline,
             tenant=arrival.tenant,
             priority=arrival.priority,
+            life=number + 1,
             hints=arrival.hints,
         )
 

@@ -181,7 +181,8 @@ class VirtualLoop(asyncio.AbstractEventLoop):
             self._cancelled -= 1
         if not timers:
             raise Stuck("no task can run and no timer is set")
-        self._now = max(self._now, timers[0][0])
+        if timers[0][0] > self._now:
+            self._now = timers[0][0]
         if self._now > self._limit_seconds:
             raise Stuck(f"virtual time passed {self._limit_seconds} s")
 

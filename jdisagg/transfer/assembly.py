@@ -10,10 +10,10 @@ from collections.abc import Sequence
 import jax
 
 from jdisagg.errors import HandoffError
+from jdisagg.layout.reshard_plan import HEAD_DIMENSION
 from jdisagg.messages.kv_plane import PostedPiece, Wanted
 from jdisagg.transfer.backend import Leaf
-from jdisagg.transfer.boxes import HEAD_DIMENSION, rank_placement
-from jdisagg.transfer.channel import PullTarget
+from jdisagg.transfer.channel import PullTarget, rank_placement
 from jdisagg.transfer.pieces import check_leaves
 
 

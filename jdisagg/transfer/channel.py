@@ -23,22 +23,69 @@ Rules:
   they are never donated either.
 - All methods are thread-safe."""
 
+import threading
+from collections import OrderedDict
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Generic, Protocol, TypeVar
 
 import jax
 import jax.numpy as jnp
 
-from jdisagg.errors import JdisaggError, LayoutError
+from jdisagg.errors import HandoffError, JdisaggError, LayoutError
 from jdisagg.layout.axes import MESH_AXES
 from jdisagg.layout.mesh_card import MeshCard
-from jdisagg.transfer.boxes import HEAD_DIMENSION, RANK_DIMENSION
+from jdisagg.layout.reshard_plan import HEAD_DIMENSION, RANK_DIMENSION, Box, box_of
+
+REMEMBERED_IDS = 65536
 
 
 def block_sharding(mesh: jax.sharding.Mesh) -> jax.sharding.NamedSharding:
     """Returns the sharding of a block on a mesh with axes ("dp", "kv", "rep"). Dimension 0 is
     sharded over dp, KV heads over kv. The block is replicated over rep."""
     return jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("dp", None, "kv"))
+
+
+def mesh_card(mesh: jax.sharding.Mesh) -> MeshCard:
+    """Returns the description of a mesh with axes ("dp", "kv", "rep"). The worker adds the
+    endpoints of its processes to the description."""
+    dp, kv, rep = mesh.devices.shape
+    devices = tuple(mesh.devices.flat)
+    return MeshCard(
+        (dp, kv, rep),
+        tuple(device.id for device in devices),
+        tuple(device.process_index for device in devices),
+    )
+
+
+def placement(sharding: jax.sharding.Sharding, shape: tuple[int, ...]) -> dict[int, Box]:
+    """Returns, by device id, the box of an array that each device holds."""
+    return {
+        device.id: box_of(index, shape)
+        for device, index in sharding.devices_indices_map(shape).items()
+    }
+
+
+def rank_placement(
+    sharding: jax.sharding.Sharding, shape: tuple[int, ...], rank: int
+) -> dict[int, Box]:
+    """Returns, by device id, the box that each device of one dp rank holds. Boxes are relative to
+    the rank (dimension 0 becomes (0, 1)). Raises LayoutError if there is no such rank, or if a
+    device holds several ranks."""
+    if not 0 <= rank < shape[RANK_DIMENSION]:
+        raise LayoutError(
+            f"rank {rank} is not one of the block's {shape[RANK_DIMENSION]} dp ranks (shape"
+            f" {shape})"
+        )
+    boxes = placement(sharding, shape)
+    for device, ((start, stop), *_) in boxes.items():
+        if stop - start != 1:
+            raise LayoutError(
+                f"device {device} holds dp ranks [{start}, {stop}) of a block of shape {shape}; "
+                "shard dimension 0 so that each device holds one"
+            )
+    return {
+        device: ((0, 1), *rest) for device, ((start, _), *rest) in boxes.items() if start == rank
+    }
 
 
 def resident_zeros(
@@ -210,3 +257,69 @@ class Channel(Protocol):
         """Returns the bytes transferred since the start, by (source device id, destination device
         id). The receiving process counts them."""
         ...
+
+
+class _Sized(Protocol):
+    @property
+    def nbytes(self) -> int: ...
+
+
+Block = TypeVar("Block", bound=_Sized)
+
+
+class Offers(Generic[Block]):
+    """The blocks that a channel offers, by offer id. Records how each offer ended (released or
+    revoked): a pull of an ended offer fails with this record as its error text, and no id is
+    offered twice. Keeps the records of the latest REMEMBERED_IDS ids. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._live: dict[int, Block] = {}
+        self._ended: OrderedDict[int, str] = OrderedDict()
+
+    def add(self, offer_id: int, block: Block) -> bool:
+        """Returns whether the block is offered now. Returns False if the id was revoked before.
+        Raises HandoffError if the id is in use or was used before."""
+        with self._lock:
+            how = "is live already" if offer_id in self._live else self._ended.get(offer_id)
+            if how is None:
+                self._live[offer_id] = block
+            elif not how.startswith("was revoked"):
+                raise HandoffError(
+                    f"offer {offer_id:#x} {how}; draw a fresh random id for each offer"
+                )
+            return how is None
+
+    def get(self, offer_id: int) -> Block | None:
+        """Returns None for a block that is not offered yet. Raises HandoffError for an ended
+        offer."""
+        with self._lock:
+            if how := self._ended.get(offer_id):
+                raise HandoffError(f"offer {offer_id:#x} {how}")
+            return self._live.get(offer_id)
+
+    def release(self, offer_id: int) -> None:
+        with self._lock:
+            if self._live.pop(offer_id, None) is not None:
+                self._end(offer_id, "was released")
+
+    def revoke(self, offer_id: int, reason: str) -> Block | None:
+        """Ends an offer, even before it is made. Does not change an ended offer. Returns the block
+        that was offered."""
+        with self._lock:
+            if offer_id not in self._ended:
+                self._end(offer_id, f"was revoked: {reason}")
+            return self._live.pop(offer_id, None)
+
+    def offered(self) -> Offered:
+        with self._lock:
+            return Offered(len(self._live), sum(block.nbytes for block in self._live.values()))
+
+    def clear(self) -> None:
+        with self._lock:
+            self._live.clear()
+
+    def _end(self, offer_id: int, how: str) -> None:
+        self._ended[offer_id] = how
+        while len(self._ended) > REMEMBERED_IDS:
+            self._ended.popitem(last=False)

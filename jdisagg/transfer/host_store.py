@@ -17,8 +17,7 @@ import numpy as np
 from jdisagg.clock import MonotonicClock
 from jdisagg.errors import HandoffError
 from jdisagg.layout.reshard_plan import Box
-from jdisagg.transfer.boxes import rank_placement
-from jdisagg.transfer.channel import PullTarget
+from jdisagg.transfer.channel import PullTarget, rank_placement
 from jdisagg.transfer.polled_pull import PolledPull
 
 PINNED = "pinned_host"

@@ -23,10 +23,8 @@ import jax
 from jdisagg.clock import Clock
 from jdisagg.errors import HandoffError, JdisaggError
 from jdisagg.layout.mesh_card import MeshCard
-from jdisagg.layout.reshard_plan import ReshardPlan
-from jdisagg.transfer.boxes import HEAD_DIMENSION, plan_handoff, rank_placement
-from jdisagg.transfer.channel import BlockStamp, Offered, PullTarget
-from jdisagg.transfer.offers import Offers
+from jdisagg.layout.reshard_plan import HEAD_DIMENSION, ReshardPlan, plan_handoff
+from jdisagg.transfer.channel import BlockStamp, Offered, Offers, PullTarget, rank_placement
 from jdisagg.transfer.pieces import (
     OfferedBlock,
     PlannedPiece,

@@ -23,6 +23,7 @@ import jax
 from jdisagg.clock import Clock
 from jdisagg.errors import HandoffError, IncompatiblePeerError, JdisaggError
 from jdisagg.layout.mesh_card import KvEnd
+from jdisagg.layout.reshard_plan import HEAD_DIMENSION
 from jdisagg.messages.kv_plane import (
     BlockEvent,
     BlockState,
@@ -38,10 +39,8 @@ from jdisagg.messages.kv_plane import (
     after,
 )
 from jdisagg.transfer.backend import Backend, Outlet
-from jdisagg.transfer.boxes import HEAD_DIMENSION
-from jdisagg.transfer.channel import BlockStamp, Offered
+from jdisagg.transfer.channel import REMEMBERED_IDS, BlockStamp, Offered, Offers
 from jdisagg.transfer.channel_thread import ChannelThread, ComputeWait
-from jdisagg.transfer.offers import REMEMBERED_IDS, Offers
 from jdisagg.transfer.pieces import (
     OfferedBlock,
     PlannedPiece,

@@ -12,10 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jdisagg.errors import IncompatiblePeerError
-from jdisagg.layout.reshard_plan import Box
+from jdisagg.layout.reshard_plan import HEAD_DIMENSION, Box, plan_handoff
 from jdisagg.messages.kv_plane import PullRequest, Wanted
-from jdisagg.transfer.boxes import HEAD_DIMENSION, plan_handoff, rank_placement
-from jdisagg.transfer.channel import BlockStamp, PullTarget, resident_zeros
+from jdisagg.transfer.channel import BlockStamp, PullTarget, rank_placement, resident_zeros
 from jdisagg.transfer.codec import codec, stamp_array
 
 NO_CODEC = "none"

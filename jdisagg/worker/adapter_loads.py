@@ -70,7 +70,8 @@ class AdapterLoads:
             self.poke()
 
     def poke(self) -> None:
-        self._freed.set()
+        if self.table.slots:
+            self._freed.set()
 
     def stop(self) -> None:
         for load in self._loads.values():

@@ -1,15 +1,13 @@
-"""Moves KV blocks into the pages of a mesh, from another worker or from the mesh's own host memory.
+"""Moves KV blocks out of and into the pages of a mesh, to and from another worker or the mesh's own
+host memory.
 
 A block is pulled and written into pages, and read back. It counts as received only if its checksum
 in the pages is the one that was computed at its source. Its states are those of `WORKFLOW`
 (messages/kv_plane.py), whatever the source."""
 
-import asyncio
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-
-import msgspec
 
 from jdisagg.clock import within
 from jdisagg.errors import HandoffError
@@ -17,22 +15,19 @@ from jdisagg.layout.kv_spec import KvKind
 from jdisagg.messages.kv_plane import BlockEvent, BlockState, after
 from jdisagg.messages.ports import Offer
 from jdisagg.messages.step_commands import (
-    HOST,
     DropBlocks,
+    ExtractBlock,
     InsertBlock,
     InsertResult,
     PullBlock,
     PullResult,
-    ReleaseOffers,
-    StepResult,
 )
-from jdisagg.scheduler.host_blocks import HostPiece
+from jdisagg.scheduler.blocks import split_blocks
+from jdisagg.scheduler.executor import MeshLimits
 from jdisagg.scheduler.page_ledger import pages_for
-from jdisagg.worker.outgoing_kv import extraction
 from jdisagg.worker.peers import PeerLink
 from jdisagg.worker.step_loop import StepLoop
 
-COPY_SECONDS = 10.0  # deadline of one piece in host memory; a slower host is treated as failing
 # A pull ends after its deadline, or later if bytes still arrive. If it has no result after this
 # many times its deadline, it is treated as lost.
 PATIENCE = 12.5
@@ -46,28 +41,34 @@ class Destination:
         pages: Function that returns the pages of positions [0, n), or raises HandoffError if there
             are too few.
         cached_tokens: Number of leading positions whose KV is in the pages before the transfer.
-        state: Function that returns the slot for recurrent state. None for models without recurrent
-            state.
-        windows: Destination of sliding-window layers that are sent separately; None if there are
-            none.
+        snapshot: Function that returns the pages of windows, or the slot of recurrent state, after
+            n tokens. None if neither is received.
     """
 
+    mesh: MeshLimits
     rank: int
     pages: Callable[[int], tuple[int, ...]]
-    layer_groups: int
     cached_tokens: int = 0
-    state: Callable[[], int] | None = None
-    windows: "WindowDestination | None" = None
+    snapshot: Callable[[KvKind, int], tuple[int, ...]] | None = None
+
+    @property
+    def windows(self) -> bool:
+        """Whether the KV of sliding-window layers is received separately."""
+        return self.snapshot is not None and self.mesh.windows_apart
+
+    @property
+    def state(self) -> bool:
+        return self.snapshot is not None and self.mesh.kv_spec.has_state
 
     def place(self, offer: Offer, name: str) -> tuple[int, ...]:
         """Returns the pages of an offered block. Raises HandoffError if none are reserved."""
         end = offer.start + offer.valid_tokens
         if offer.kind is KvKind.POSITIONS:
             return self.pages(end)
-        if offer.kind is KvKind.WINDOW and self.windows is not None:
-            return self.windows.pages(end)
-        if offer.kind is KvKind.STATE and self.state is not None:
-            return (self.state(),)
+        if self.snapshot is not None and (
+            self.windows if offer.kind is KvKind.WINDOW else self.state
+        ):
+            return self.snapshot(offer.kind, end)
         raise HandoffError(
             f"{name}: KV of a sliding window, but no window pages are reserved"
             if offer.kind is KvKind.WINDOW
@@ -75,21 +76,12 @@ class Destination:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class WindowDestination:
-    """The pages to which the KV of separately sent sliding-window layers is written. `seen_from`:
-    function that returns the first position inside the windows, given a sequence's end position."""
-
-    pages: Callable[[int], tuple[int, ...]]
-    layer_groups: int
-    seen_from: Callable[[int], int]
-
-
 class ArrivingBlocks:
     """The blocks that one source offers for one destination, each with its state.
 
     Attributes:
         count: Number of blocks in each state.
+        verified: The blocks that are intact in pages.
         last_insertion: Number of the newest command that inserts a block.
     """
 
@@ -102,6 +94,7 @@ class ArrivingBlocks:
         name: str,
     ) -> None:
         self.count: Counter[BlockState] = Counter()
+        self.verified: list[Offer] = []
         self.last_insertion = 0
         self._states: dict[int, BlockState] = {}
         self._loop = loop
@@ -109,6 +102,16 @@ class ArrivingBlocks:
         self._link = link
         self._seconds = seconds
         self._name = name
+
+    @property
+    def arriving(self) -> bool:
+        """Whether blocks are pulled or inserted now."""
+        return self.count[BlockState.ASKED] + self.count[BlockState.ARRIVED] > 0
+
+    def kept_tokens(self) -> int:
+        """Returns the number of leading positions whose KV of every layer group is verified."""
+        blocks = [one for one in self.verified if one.kind is KvKind.POSITIONS]
+        return reach(blocks, self._to.mesh.layer_groups, self._to.cached_tokens)
 
     def codec(self, offer: Offer) -> str:
         """Recurrent state is never compressed, because errors in it would persist."""
@@ -186,6 +189,8 @@ class ArrivingBlocks:
                 " computed"
             )
         self._advance(offer, BlockEvent.GIVE_UP if problem else BlockEvent.VERIFY)
+        if not problem:
+            self.verified.append(offer)
         return problem
 
     def give_up(self, offer: Offer) -> None:
@@ -202,47 +207,79 @@ class ArrivingBlocks:
         self.count[state] += 1
 
 
-class HostPieces:
-    """Copies pieces of KV between the pages of a mesh and its host memory. The executor owns the
-    bytes. `worker/host_tier.py` tracks which block a piece belongs to."""
+def reach(blocks: list[Offer], groups: int, start: int) -> int:
+    return min([_contiguous(blocks, group, start) for group in range(groups)])
 
-    def __init__(self, loop: StepLoop, page_size: int, key: int) -> None:
-        self._loop = loop
-        self._page_size = page_size
-        self._link = PeerLink(HOST, key, verify=True)
 
-    def copy_out(self, offer: Offer, pages: Sequence[int]) -> "asyncio.Future[StepResult]":
-        """Copies the KV of an offer's positions to host memory. `pages` are the pages of the
-        sequence from position 0 on. Pages before the offer's first position are not read. The copy
-        is queued on the mesh at once, so later commands may overwrite the pages."""
-        number, key = self._loop.next_number(), self._link.checksum_key
-        command = extraction(number, offer, pages, self._page_size, key)
-        return self._loop.submit(msgspec.structs.replace(command, to_host=True))
+def _contiguous(blocks: list[Offer], group: int, at: int) -> int:
+    mine = [block for block in blocks if block.group <= group < block.group + block.groups]
+    for block in sorted(mine, key=lambda block: block.start):
+        if block.start != at:
+            break
+        at += block.valid_tokens
+    return at
 
-    async def bring_back(
-        self, pieces: Iterable[HostPiece], rank: int, pages: tuple[int, ...]
-    ) -> bool:
-        """Returns whether all pieces are written and all checksums match. After a cancellation
-        nothing more is written, so the pages may be reused immediately."""
 
-        def place(tokens: int) -> tuple[int, ...]:
-            return pages[: pages_for(tokens, self._page_size)]
+def offers_of_pages(
+    limits: MeshLimits,
+    rank: int,
+    start: int,
+    end: int,
+    new_id: Callable[[], int],
+    kind: KvKind = KvKind.POSITIONS,
+) -> Iterator[Offer]:
+    """`kind` selects ordinary or separately sent sliding-window layers."""
+    largest = limits.chunk_buckets[-1]
+    bands = limits.window_bands if kind is KvKind.WINDOW else limits.bands
+    for first in range(start, end, largest):
+        for at, block_tokens, valid_tokens in split_blocks(
+            min(largest, end - first), limits.granule_tokens, limits.whole_blocks
+        ):
+            for band in bands(block_tokens):
+                yield Offer(
+                    offer_id=new_id(),
+                    group=band.start,
+                    groups=len(band),
+                    start=first + at,
+                    valid_tokens=valid_tokens,
+                    block_tokens=block_tokens,
+                    rank=rank,
+                    kind=kind,
+                )
 
-        windows = WindowDestination(place, 1, lambda end: 0)
-        to = Destination(rank, place, 1, state=lambda: pages[0], windows=windows)
-        blocks = ArrivingBlocks(self._loop, to, lambda: self._link, COPY_SECONDS, "host memory")
 
-        async def back(piece: HostPiece) -> bool:
-            offer = piece.offer
-            blocks.offered(offer)
-            pulled = await blocks.pull(offer)
-            if pulled is None or pulled.error:
-                return False
-            return not blocks.verify(offer, await blocks.insert(offer), piece.checksum)
+def snapshot_offers(
+    limits: MeshLimits, rank: int, end: int, new_id: Callable[[], int]
+) -> Iterator[Offer]:
+    """Recurrent state and separately sent windows of a sequence of `end` tokens."""
+    if limits.kv_spec.has_state:
+        yield Offer(new_id(), 0, 0, 1, 1, rank, kind=KvKind.STATE)
+    if limits.windows_apart:
+        yield from offers_of_pages(limits, rank, limits.seen_from(end), end, new_id, KvKind.WINDOW)
 
-        return all(await asyncio.gather(*map(back, pieces)))
 
-    def release(self, offer_ids: tuple[int, ...]) -> None:
-        """Drops pieces from host memory, including those that are still being copied there."""
-        if offer_ids:
-            self._loop.fire(ReleaseOffers(self._loop.next_number(), offer_ids, from_host=True))
+def state_weight(limits: MeshLimits) -> int:
+    """Returns the size of a recurrent state as an equivalent number of KV tokens times layer
+    groups, comparable with the weights of other offers."""
+    spec = limits.kv_spec
+    return limits.layer_groups * -(-spec.state.bytes_per_token // spec.bytes_per_token)
+
+
+def extraction(
+    step: int, offer: Offer, pages: Sequence[int], page_size: int, checksum_key: int
+) -> ExtractBlock:
+    """For recurrent state, `pages` has only the state slot."""
+    covered = pages_for(offer.start + offer.valid_tokens, page_size)
+    return ExtractBlock(
+        step=step,
+        offer_id=offer.offer_id,
+        rank=offer.rank,
+        group=offer.group,
+        groups=offer.groups,
+        start=offer.start,
+        valid_tokens=offer.valid_tokens,
+        block_tokens=offer.block_tokens,
+        pages=tuple(pages[:covered]),
+        checksum_key=checksum_key,
+        kind=offer.kind,
+    )

@@ -101,6 +101,8 @@ class CachedKv:
         self._forgotten = 0  # blocks that were cleared rather than evicted for lack of room
 
     def tiers(self) -> tuple[KeptTier, ...]:
+        if not self._kept.on:
+            return ()
         return (*kept_tiers(self._kept, self._mesh), *self._sources.stats())
 
     def blocks(self, worker: str) -> Iterator[KeptBlock]:

@@ -9,9 +9,10 @@ removed would be restored after a restart."""
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 
+from jdisagg.clock import BackgroundTasks
 from jdisagg.errors import JdisaggError, UnavailableError
 from jdisagg.messages.step_commands import (
     SLOW,
@@ -24,13 +25,12 @@ from jdisagg.messages.step_commands import (
     StepResult,
 )
 from jdisagg.messages.worker_status import KeptTier
-from jdisagg.scheduler.disk_blocks import FILE_EXTRA_BYTES, DiskBlock, DiskBlocks, restorable
-from jdisagg.scheduler.host_blocks import HostBlock, TierRoom
+from jdisagg.scheduler.disk_blocks import FILE_EXTRA_BYTES, DiskBlocks, restorable
+from jdisagg.scheduler.host_blocks import TierBlock, TierRoom
 from jdisagg.scheduler.prices import Prices
 from jdisagg.scheduler.residency import Chain, Residency
 from jdisagg.telemetry import Counters
-from jdisagg.worker.background import BackgroundTasks
-from jdisagg.worker.host_tier import HostTier
+from jdisagg.worker.host_tier import HostTier, tier_of
 from jdisagg.worker.kv_sources import KvSource, Origin, Restore, RestorePlan, RestoreQuery
 from jdisagg.worker.step_loop import StepLoop
 
@@ -64,16 +64,16 @@ class DiskTier(KvSource):
         counters: Counters,
         now: Callable[[], float],
     ) -> None:
-        self._file_bytes = host.block_bytes + FILE_EXTRA_BYTES
-        self._snapshot_file_bytes = host.snapshot_bytes + FILE_EXTRA_BYTES
         of_snapshots = host.bytes_of_snapshots(room.disk_bytes) if host.on else 0
-        of_blocks = room.disk_bytes - of_snapshots
-        capacity = of_blocks // self._file_bytes if host.on else 0
-        self.blocks = DiskBlocks(capacity, kept.retained)
+        of_blocks = room.disk_bytes - of_snapshots if host.on else 0
+        nbytes = host.blocks.block_bytes + FILE_EXTRA_BYTES
+        self.blocks = DiskBlocks(of_blocks // nbytes, kept.retained, nbytes)
         # by the names that `_saved_name` returns
-        self.snapshots = DiskBlocks(of_snapshots // self._snapshot_file_bytes)
+        nbytes = host.snapshot_bytes + FILE_EXTRA_BYTES
+        self.snapshots = DiskBlocks(of_snapshots // nbytes, None, nbytes)
         self._named: dict[bytes, bytes] = {}  # block names of snapshots to be written
         self.prices = Prices(room.always)
+        self.least_chunk = host.least_chunk
         self._ttl_seconds = room.disk_ttl_seconds
         self._kept = kept
         self._loop = loop
@@ -93,10 +93,7 @@ class DiskTier(KvSource):
         return self._tasks.quiet
 
     def stats(self) -> tuple[KeptTier, ...]:
-        found = ((self.blocks, self._file_bytes), (self.snapshots, self._snapshot_file_bytes))
-        used = sum([len(blocks) * size for blocks, size in found])
-        room = sum([blocks.capacity * size for blocks, size in found])
-        return (KeptTier(self.name, len(self.blocks), used, room),)
+        return (tier_of(self.name, self.blocks, self.snapshots),)
 
     def listed(self) -> Iterator[tuple[int, bytes, int, bool]]:
         return self.blocks.listed()
@@ -108,13 +105,8 @@ class DiskTier(KvSource):
         self._tasks.cancel()
 
     async def _find(self) -> None:
-        epoch = self._epoch
-        cuts = [
-            (one.kind.value, one.group, one.groups, one.start, one.valid_tokens, one.block_tokens)
-            for one in (*self._host.offers(0, 0), *self._host.snapshot_offers())
-        ]
-        geometry = f"blocks of {self._kept.block_tokens} tokens as {cuts}"
-        namespace = self._kept.digest(b"jdisagg disk", geometry)
+        epoch, kept = self._epoch, self._kept
+        namespace = kept.digest(b"jdisagg disk", self._host.geometry())
         found = await self._run(FindSaved(self._loop.next_number(), namespace, FIND_SECONDS))
         for cause, count in found.skipped:
             self._counters.add("disk_errors", count, cause=cause)
@@ -129,7 +121,7 @@ class DiskTier(KvSource):
             blocks = {name: at for name, at in named.items() if name not in marked}
             stay, gone = self.blocks.found(blocks)
             for name in stay:
-                self._kept.log.gained(name)
+                kept.log.gained(name)
             self._counters.add("disk_blocks_found", len(stay))
             self._remove((*gone, *self.snapshots.found(marked)[1]), "room")
             self.expire(now)
@@ -147,35 +139,34 @@ class DiskTier(KvSource):
             self._write_more()
 
     def _write_more(self) -> None:
-        while self._loop.failure is None:
-            block, gone = self.blocks.take()
-            self._gone(gone, "room")
-            if block is None:
-                break
-            self._tasks.spawn(self._write(block))
-        while self._loop.failure is None:
-            snapshot, gone = self.snapshots.take()
-            self._remove(gone, "room")
-            if snapshot is None:
-                break
-            self._tasks.spawn(self._write_snapshot(snapshot))
+        for shelf in (self.blocks, self.snapshots):
+            while self._loop.failure is None:
+                block, gone = shelf.take()
+                self._drop(shelf, gone, "room")
+                if block is None:
+                    break
+                self._tasks.spawn(self._write(shelf, block))
 
-    async def _write_snapshot(self, snapshot: DiskBlock) -> None:
-        error, done = "", False
+    async def _write(self, shelf: DiskBlocks, block: TierBlock) -> None:
+        error, done, snapshot = "", False, shelf is self.snapshots
         try:
-            name = self._named.pop(snapshot.name, b"")
-            host = await self._host.copied_snapshot(snapshot.rank, name)
-            if host is not None and self.snapshots.knows(snapshot):
-                error = await self._save(snapshot, host)
-                if not error and self.snapshots.written(snapshot, self._now()):
+            name = self._named.pop(block.name, b"") if snapshot else block.name
+            host = await self._host.copied(block.rank, name, block.index, snapshot)
+            if host is not None and shelf.knows(block):
+                error = await self._save(block, host)
+                if not error and shelf.written(block, now=self._now()):
                     done = True
-                    self._counters.add("disk_snapshots_written")
+                    self._counters.add(
+                        "disk_snapshots_written" if snapshot else "disk_blocks_written"
+                    )
+                    if not snapshot:
+                        self._kept.log.gained(name)
         finally:
-            if not done:
-                self.snapshots.not_written(snapshot, bool(error))
+            if not done and shelf.not_written(block, bool(error)) and not error:
+                self._counters.add("disk_blocks_skipped")
         self._write_more()
 
-    async def _save(self, block: DiskBlock, host: HostBlock) -> str:
+    async def _save(self, block: TierBlock, host: TierBlock) -> str:
         sums = tuple([piece.checksum for piece in host.pieces])
         saved = await self._run(
             SaveBlock(
@@ -193,138 +184,67 @@ class DiskTier(KvSource):
             self._remove_files((block.name,))  # it may still be written later
         return saved.error
 
-    async def _write(self, block: DiskBlock) -> None:
-        error, done = "", False
-        try:
-            host = await self._host.copied(block.rank, block.name, block.index)
-            if host is not None and self.blocks.knows(block):
-                error = await self._save(block, host)
-                if not error and self.blocks.written(block, self._now()):
-                    done = True
-                    self._counters.add("disk_blocks_written")
-                    self._kept.log.gained(block.name)
-        finally:
-            if not done and self.blocks.not_written(block, bool(error)) and not error:
-                self._counters.add("disk_blocks_skipped")
-        self._write_more()
-
     # ---- restoring
 
     def worth(self, query: RestoreQuery) -> RestorePlan | None:
         self.expire(self._now())
-        chain, size = query.chain, self._kept.block_tokens
-        host = self._host.blocks
-        found = {
-            rank: restorable(chain[query.known[rank] :], host, self.blocks) for rank in query.ranks
+        chain, host = query.chain, self._host
+        runs = {
+            rank: restorable(chain[query.known[rank] :], host.blocks, self.blocks)
+            for rank in query.ranks
         }
-        reach = {rank: query.known[rank] + len(run) for rank, run in found.items()}
-        if self._kept.snapshots:
-            return self._worth_of_snapshots(query, [*found.values()], [*reach.values()])
-        rank = max(reach, key=reach.__getitem__)
-        tokens, on_disk = len(found[rank]) * size, sum(found[rank]) * size
-        if not self.prices.worth(on_disk, tokens, query.instead):
-            return None
-        chain = chain[: query.known[rank] + len(found[rank])]
-        return RestorePlan(self, rank, chain, tokens, on_disk, instead=query.instead)
 
-    def _worth_of_snapshots(
-        self, query: RestoreQuery, found: list[tuple[bool, ...]], reach: list[int]
-    ) -> RestorePlan | None:
-        kept, host = self._kept, self._host
-        rank, end = host.last_snapshot(
-            query.chain, reach, lambda name: host.has_snapshot(name) or self._readable(name)
-        )
-        chain, known, whole = query.chain[:end], query.known[rank], end * kept.block_tokens
-        tokens = whole - kept.cached_tokens(rank, chain, whole, to_compute=True)
-        if not tokens:
-            return None
-        snapshot = chain[-1] not in kept.snapshots[rank]
-        moved = sum(found[rank][: max(0, end - known)]) * kept.block_tokens
-        if snapshot and not host.has_snapshot(chain[-1]):
-            moved += host.snapshot_tokens
-        if not self.prices.worth(moved, tokens):
-            return None
-        return RestorePlan(self, rank, chain, tokens, moved, snapshot=snapshot)
+        def snapshot(end: int) -> int | None:
+            name = chain[end - 1]
+            if host.has_snapshot(name):
+                return 0
+            return host.snapshot_tokens if self._readable(name) else None
+
+        return self.plan(self._kept, query, runs, snapshot, tail=host.tail_behind)
 
     def _readable(self, name: bytes) -> bool:
-        return self.snapshots.readable(_saved_name(name))
+        return self.snapshots.arrived(_saved_name(name)) is not None
 
     @contextmanager
     def holding(self, restore: Restore) -> Iterator[None]:
         self.expire(self._now())
+        chain, host = restore.plan.chain, self._host
         saved = {
-            index: self.blocks.hold(name)
-            for index, name in enumerate(restore.plan.chain)
-            if name not in self._host.blocks and self.blocks.readable(name)
+            index: name
+            for index, name in enumerate(chain)
+            if name not in host.blocks and self.blocks.arrived(name)
         }
-        restore.held.update(saved)
-        name = restore.plan.chain[-1]
-        wanted = restore.plan.snapshot and not self._host.has_snapshot(name)
-        held = [self.snapshots.hold(_saved_name(name))] if wanted and self._readable(name) else []
+        blocks = self.blocks.hold(saved.values())
+        restore.held.update(zip(saved, blocks, strict=True))
+        wanted = restore.plan.snapshot and not host.has_snapshot(chain[-1])
+        wanted = wanted and self._readable(chain[-1])
+        held = self.snapshots.hold([_saved_name(chain[-1])]) if wanted else ()
         try:
-            with self._host.holding(restore):
-                if held:
-                    restore.snapshot = held[0]
+            with host.holding(restore):
+                restore.snapshot = next(iter(held), restore.snapshot)
                 yield
         finally:
-            self.blocks.let_go(saved.values())
+            self.blocks.let_go(blocks)
             self.snapshots.let_go(held)
 
     async def bring(self, restore: Restore) -> str:
-        host, gap = self._host, False
-
-        async def from_disk(index: int) -> None:
-            nonlocal gap
-            block = restore.held.get(index)
-            if gap or not isinstance(block, DiskBlock):
-                return  # blocks after a missing one are useless
-            offers = host.offers(restore.plan.rank, index)
-            loaded = await host.load(block.name, offers, lambda ids: self._read(block, index, ids))
-            if loaded is None:
-                gap = True
-                return
-            try:
-                if await host.copy_in(loaded, restore):
-                    restore.origins[index] = "disk"
-                else:
-                    self._forget(block)
-            finally:
-                host.blocks.let_go((loaded,))
-
-        await asyncio.gather(host.bring(restore, from_disk), self._bring_snapshot(restore))
+        await self._host.bring(restore, self)
         # blocks that could not be read took time, too
         restore.moved_tokens = restore.plan.moved_tokens
         return ""
 
-    async def _bring_snapshot(self, restore: Restore) -> None:
-        saved, host = restore.snapshot, self._host
-        if not isinstance(saved, DiskBlock) or restore.snapshot_owner is None:
-            return
-        loaded = await host.load_snapshot(restore.plan, lambda ids: self._read(saved, 0, ids))
-        if loaded is None:
-            return
-        restore.snapshot = loaded
-        try:
-            await host.bring_snapshot(restore)
-            if restore.restored:
-                self._counters.add("disk_snapshots_restored")
-            else:
-                self._forget(saved)
-        finally:
-            host.snapshots.let_go((loaded,))
-
-    async def _read(
-        self, block: DiskBlock, index: int, offer_ids: tuple[int, ...]
+    async def read(
+        self, file: TierBlock, index: int, offer_ids: tuple[int, ...]
     ) -> tuple[int, ...]:
         read = await self._run(
-            LoadBlock(self._loop.next_number(), block.name, index, offer_ids, FILE_SECONDS)
+            LoadBlock(self._loop.next_number(), file.name, index, offer_ids, FILE_SECONDS)
         )
         if not read.error:
             self._counters.add("disk_blocks_read")
             self._counters.add("disk_bytes_read", read.bytes_moved)
             return read.checksums
         if read.error != SLOW:
-            self._forget(block)
+            self.broken(file)
         return ()
 
     def failed(self, cause: str) -> None:
@@ -334,18 +254,16 @@ class DiskTier(KvSource):
 
     def expire(self, now: float) -> None:
         if self._ttl_seconds:
-            self._gone(self.blocks.expire(now - self._ttl_seconds), "expired")
-            self._remove(self.snapshots.expire(now - self._ttl_seconds), "expired")
+            for shelf in (self.blocks, self.snapshots):
+                self._drop(shelf, shelf.expire(now - self._ttl_seconds), "expired")
 
-    def drop(self, names: Iterable[bytes]) -> None:
+    def drop(self, names: Collection[bytes]) -> None:
         """Drops these blocks and snapshots, also while they are being read."""
-
-        def dropped(blocks: DiskBlocks, saved: Iterable[bytes]) -> tuple[bytes, ...]:
-            written = [blocks.hold(name) for name in saved if blocks.readable(name)]
-            return tuple([block.name for block in written if blocks.forget(block)])
-
-        self._gone(dropped(self.blocks, names), "session")
-        self._remove(dropped(self.snapshots, map(_saved_name, names)), "session")
+        saved = {self.blocks: names, self.snapshots: map(_saved_name, names)}
+        for shelf, of_shelf in saved.items():
+            self._drop(
+                shelf, shelf.drop([one for one in of_shelf if shelf.arrived(one)]), "session"
+            )
 
     def clear(self, cause: str) -> int:
         self._epoch += 1
@@ -367,18 +285,18 @@ class DiskTier(KvSource):
                 " restart; empty the folder of --disk_cache_dir, or repair the disk and reset again"
             )
 
-    def _forget(self, block: DiskBlock) -> None:
-        if self.blocks.forget(block):
-            self._gone((block.name,), "broken")
-        elif self.snapshots.forget(block):
+    def broken(self, file: TierBlock) -> None:
+        if self.blocks.forget(file):
+            self._drop(self.blocks, (file,), "broken")
+        elif self.snapshots.forget(file):
             self._counters.add("disk_snapshots_broken")
-            self._remove((block.name,), "broken")
+            self._drop(self.snapshots, (file,), "broken")
 
-    def _gone(self, names: Iterable[bytes], cause: str) -> None:
-        names = tuple(names)
-        for name in names:
-            self._kept.log.lost(name)
-        self._remove(names, cause)
+    def _drop(self, shelf: DiskBlocks, gone: tuple[TierBlock, ...], cause: str) -> None:
+        if shelf is self.blocks:
+            for block in gone:
+                self._kept.log.lost(block.name)
+        self._remove(tuple([block.name for block in gone]), cause)
 
     def _remove(self, names: tuple[bytes, ...], cause: str) -> None:
         if names:

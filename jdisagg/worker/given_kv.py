@@ -1,5 +1,5 @@
 """Sends cached KV blocks of this mesh to workers that request them. The requesting side is
-`worker/peer_fetch.py`.
+`worker/incoming_kv.py`.
 
 A block name is a keyed hash that includes the tenant, so a caller that has a block's name may read
 the block.
@@ -11,15 +11,17 @@ are released."""
 import asyncio
 from collections.abc import Callable
 
+from jdisagg.clock import BackgroundTasks
 from jdisagg.errors import HandoffError, InvalidRequestError, JdisaggError
 from jdisagg.messages.ports import FetchCall, FetchReply, HandoffEnd
 from jdisagg.messages.step_commands import StepResult
+from jdisagg.messages.worker_status import WorkerRole
 from jdisagg.scheduler.executor import MeshLimits
 from jdisagg.scheduler.residency import Chain
 from jdisagg.telemetry import Counters
-from jdisagg.worker.background import BackgroundTasks
+from jdisagg.worker.block_moves import offers_of_pages, snapshot_offers
 from jdisagg.worker.kv_sources import KvSources, RestoreQuery
-from jdisagg.worker.outgoing_kv import OutgoingHandoff, OutgoingKv, offers_of_pages, snapshot_offers
+from jdisagg.worker.outgoing_kv import OutgoingHandoff, OutgoingKv
 from jdisagg.worker.step_loop import StepLoop
 
 MOST_GIVEN = 16  # most hand-offs at the same time
@@ -42,11 +44,10 @@ class GivenKv:
         mesh: MeshLimits,
         ids: Callable[[], int],
         counters: Counters,
-        decodes: bool,
+        role: WorkerRole,
     ) -> None:
         self._kept = sources.kept
         self._sources = sources
-        self._decodes = decodes
         self._outgoing = outgoing
         self._loop = loop
         self._mesh = mesh
@@ -58,6 +59,10 @@ class GivenKv:
         self._moved = asyncio.Event()  # a block was fetched, or a hand-off ended
         self._closed_until = 0.0
         self._tasks = BackgroundTasks()
+        self.take_role(role)
+
+    def take_role(self, role: WorkerRole) -> None:
+        self._decodes = role.decodes
 
     def __len__(self) -> int:
         return len(self._given)

@@ -1,47 +1,90 @@
-"""The host-memory tier of a mesh: copies cached blocks to host memory before their pages are
-reused, and restores them. Blocks of preempted sequences are copied in any case, others only if
-enough blocks are requested again (`AskedAgain`).
+"""The host-memory tier of a mesh: copies cached blocks, and the snapshots that hits of some models
+need, to host memory before their pages are reused, and restores them. Blocks of preempted sequences
+are copied in any case, others only if enough blocks are requested again (`AskedAgain`).
 
 The copy is queued on the mesh before the next command after the pages got another owner, so it runs
 before any command that overwrites the pages. If a checksum differs, the block is dropped and counts
 as a miss."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import Protocol
 
+import msgspec
+
+from jdisagg.clock import BackgroundTasks
 from jdisagg.errors import JdisaggError
+from jdisagg.layout.kv_spec import KvKind
 from jdisagg.messages.ports import Offer
-from jdisagg.messages.step_commands import ExtractResult, StepResult
-from jdisagg.messages.worker_status import KeptTier
+from jdisagg.messages.step_commands import HOST, ExtractResult, ReleaseOffers, StepResult
+from jdisagg.messages.worker_status import KeptTier, WorkerRole
 from jdisagg.scheduler.disk_blocks import FILE_EXTRA_BYTES
 from jdisagg.scheduler.executor import MeshLimits
 from jdisagg.scheduler.host_blocks import (
     MOST_WRITING,
+    MOST_WRITING_OF_DECODE,
     AskedAgain,
-    HostBlock,
     HostBlocks,
     HostPiece,
+    TierBlock,
+    TierBlocks,
     TierRoom,
 )
+from jdisagg.scheduler.page_ledger import pages_for
 from jdisagg.scheduler.prices import Prices
 from jdisagg.scheduler.residency import Chain, Evicted, Residency
 from jdisagg.scheduler.snapshots import EvictedSnapshot
+from jdisagg.scheduler.tails import Tail
 from jdisagg.telemetry import Counters
-from jdisagg.worker.background import BackgroundTasks
-from jdisagg.worker.block_moves import HostPieces
+from jdisagg.worker.block_moves import (
+    ArrivingBlocks,
+    Destination,
+    extraction,
+    offers_of_pages,
+    snapshot_offers,
+)
 from jdisagg.worker.kv_sources import KvSource, Origin, Restore, RestorePlan, RestoreQuery
-from jdisagg.worker.outgoing_kv import offers_of_pages, snapshot_offers
+from jdisagg.worker.peers import PeerLink
 from jdisagg.worker.step_loop import StepLoop
 
 BLOCKS_AT_ONCE = 4  # number of blocks of one restore that are copied at the same time
+COPY_SECONDS = 10.0  # deadline of one piece in host memory; a slower host is treated as failing
 MOST_SNAPSHOTS_WRITING = 4  # most snapshots that are copied to host memory at the same time
 
 
-# function that reads pieces under these offer ids and returns their checksums, or () after a
-# failure
-Read = Callable[[tuple[int, ...]], Awaitable[tuple[int, ...]]]
+class Files(Protocol):
+    """Where blocks lie that a restore reads by way of host memory."""
+
+    async def read(
+        self, file: TierBlock, index: int, offer_ids: tuple[int, ...]
+    ) -> tuple[int, ...]:
+        """Reads pieces under these offer ids. Returns their checksums, or () after a failure."""
+        ...
+
+    def broken(self, file: TierBlock) -> None: ...
+
+
+class Shelf(HostBlocks):
+    """The blocks in host memory, or the snapshots, which have the names of their blocks.
+
+    Attributes:
+        most_writing: Largest number that is copied out at the same time.
+        copies: The copies under way, by name.
+    """
+
+    def __init__(
+        self, room_bytes: int, block_bytes: int, most_writing: int, kept: Residency, room: TierRoom
+    ) -> None:
+        capacity = room_bytes // block_bytes if block_bytes else 0
+        super().__init__(capacity, room.rank_bound, kept.retained, block_bytes)
+        self.asked = AskedAgain(capacity, room.always)
+        self.most_writing = most_writing
+        self.copies: dict[bytes, asyncio.Task[None]] = {}
+
+    def write_at_most(self, count: int) -> None:
+        self.most_writing = count
 
 
 class HostTier(KvSource):
@@ -59,21 +102,21 @@ class HostTier(KvSource):
         room: TierRoom,
         ids: Callable[[], int],
         counters: Counters,
-        most_writing: int = MOST_WRITING,
+        role: WorkerRole,
     ) -> None:
-        self.block_bytes = kept.block_tokens * limits.sent.bytes_per_token
         self.snapshot_bytes = limits.snapshot_bytes if kept.snapshots else 0
         self.snapshot_part = limits.snapshot_part if kept.snapshots else 0.0
         of_snapshots = self.bytes_of_snapshots(room.host_bytes)
+        block_bytes = kept.block_tokens * limits.sent.bytes_per_token
         of_blocks = room.host_bytes - of_snapshots
-        capacity = of_blocks // self.block_bytes if self.block_bytes else 0
-        self.blocks = HostBlocks(capacity, room.rank_bound, kept.retained)
-        # by the names of their blocks
-        self.snapshots = HostBlocks(of_snapshots // self.snapshot_bytes if of_snapshots else 0)
-        self._asked = AskedAgain(capacity, room.always)
-        self._snapshots_asked = AskedAgain(self.snapshots.capacity, room.always)
+        self.blocks = Shelf(of_blocks, block_bytes, MOST_WRITING, kept, room)
+        # any rank can restore them
+        room = replace(room, rank_bound=False)
+        self.snapshots = Shelf(
+            of_snapshots, self.snapshot_bytes, MOST_SNAPSHOTS_WRITING, kept, room
+        )
         self.on = self.blocks.capacity > 0
-        self._most_writing = most_writing
+        self.least_chunk = limits.computed_by(role.computes).chunk_buckets[0]
         self.prices = Prices(room.always)
         self._kept = kept
         self._loop = loop
@@ -81,13 +124,15 @@ class HostTier(KvSource):
         self._ids = ids
         self._counters = counters
         self._tasks = BackgroundTasks()
-        self._copies: dict[bytes, asyncio.Task[None]] = {}  # blocks being copied out
-        self._snapshot_copies: dict[bytes, asyncio.Task[None]] = {}
         key = 0
         if self.on:
             # The key is the same in the next run of the worker, which reads the blocks on disk.
             key = int.from_bytes(kept.digest(b"jdisagg sums")[:8], "little") >> 1
-        self._pieces = HostPieces(loop, limits.page_size, key)
+        self._link = PeerLink(HOST, key, verify=True)
+        self.take_role(role)
+
+    def take_role(self, role: WorkerRole) -> None:
+        self.blocks.write_at_most(MOST_WRITING_OF_DECODE if role.decodes else MOST_WRITING)
 
     def bytes_of_snapshots(self, room_bytes: int) -> int:
         """One snapshot always fits, unless it takes more than half of the tier."""
@@ -101,49 +146,44 @@ class HostTier(KvSource):
         return self._tasks.quiet
 
     def stats(self) -> tuple[KeptTier, ...]:
-        found = ((self.blocks, self.block_bytes), (self.snapshots, self.snapshot_bytes))
-        used = sum([len(blocks) * size for blocks, size in found])
-        room = sum([blocks.capacity * size for blocks, size in found])
-        return (KeptTier(self.name, len(self.blocks), used, room),)
+        return (tier_of(self.name, self.blocks, self.snapshots),)
 
     def listed(self) -> Iterator[tuple[int, bytes, int, bool]]:
-        return self.blocks.listed(self._kept.block_tokens)
+        return self.blocks.listed()
 
     def clear(self, cause: str) -> int:
         gone = self.blocks.clear()
-        if gone:
-            self._counters.add("host_blocks_dropped", len(gone), cause=cause)
-        for block in gone:
-            if block.written:
-                self._kept.log.lost(block.name)
-        self._release((*gone, *self.snapshots.clear()))
+        self._drop(gone, cause)
+        self._release(self.snapshots.clear())
         return len(gone)
 
     def drop(self, names: Collection[bytes]) -> None:
         """Drops these blocks and snapshots, also those that are being copied."""
-
-        def dropped(blocks: HostBlocks) -> tuple[HostBlock, ...]:
-            known = blocks.hold(tuple([name for name in names if name in blocks]))
-            return tuple(filter(blocks.forget, known))
-
-        gone = dropped(self.blocks)
-        self._drop(tuple([block for block in gone if block.written]), "session")
-        unwritten = [block for block in gone if not block.written]
-        self._release((*unwritten, *dropped(self.snapshots)))
+        self._drop(self.blocks.drop(names), "session")
+        self._release(self.snapshots.drop(names))
 
     def stop(self) -> None:
         self._tasks.cancel()
 
-    def offers(self, rank: int, index: int) -> tuple[Offer, ...]:
-        tokens = self._kept.block_tokens
-        start = index * tokens
-        return tuple(offers_of_pages(self._limits, rank, start, start + tokens, self._ids))
+    def offers(self, shelf: TierBlocks, rank: int, end: int, tail: int = 0) -> Iterator[Offer]:
+        """The pieces of a block, of a tail of `tail` tokens, or of a snapshot, which ends after
+        `end` tokens of its sequence."""
+        if shelf is self.snapshots:
+            yield from snapshot_offers(self._limits, rank, end, self._ids)
+        else:
+            start = end - (tail or self._kept.block_tokens)
+            yield from offers_of_pages(self._limits, rank, start, end, self._ids)
 
-    def snapshot_offers(self) -> tuple[Offer, ...]:
-        """Empty if cache hits need no snapshots."""
-        if not self.snapshot_part:
-            return ()
-        return snapshot_offers(self._limits, 0, self._limits.context_tokens, self._ids)
+    def geometry(self) -> str:
+        """Describes the pieces of blocks and snapshots, as all runs of a worker must cut them that
+        read each other's files."""
+        size, context = self._kept.block_tokens, self._limits.context_tokens
+        snapshot = self.offers(self.snapshots, 0, context) if self.snapshot_part else ()
+        cuts = [
+            (one.kind.value, one.group, one.groups, one.start, one.valid_tokens, one.block_tokens)
+            for one in (*self.offers(self.blocks, 0, size), *snapshot)
+        ]
+        return f"blocks of {size} tokens as {cuts}"
 
     # ---- copying out
 
@@ -153,8 +193,6 @@ class HostTier(KvSource):
         because a block is of use only after all blocks before it. They are copied last, so that
         they also stay longer."""
         evicted = self._kept.take_evicted()
-        if not (evicted or self._kept.snapshots):
-            return
         snapshots = [
             (rank, gone)
             for rank, of_rank in enumerate(self._kept.snapshots)
@@ -165,205 +203,172 @@ class HostTier(KvSource):
         for rank, gone in snapshots:
             self._snapshot_evicted(rank, gone)
         chosen: list[tuple[Evicted, int]] = []
-        places, writing = {True: MOST_WRITING, False: self._most_writing}, self.blocks.writing
+        places, writing = {True: MOST_WRITING, False: self.blocks.most_writing}, self.blocks.writing
+        room = self.blocks.room if evicted else 0
         for one in sorted(evicted, key=lambda one: (not one.awaited, one.index)):
-            self._asked.evicted(one.name)
+            if not one.tail:
+                self.blocks.asked.evicted(one.name)
             if one.name in self.blocks:
                 continue
-            if not one.awaited and not self._asked.worth_copying:
+            if not one.awaited and not self.blocks.asked.worth_copying:
                 self._counters.add("host_blocks_declined")
-            elif writing + len(chosen) < places[one.awaited]:
+            elif writing + len(chosen) < places[one.awaited] and len(chosen) < room:
                 chosen.append((one, places[one.awaited]))
             else:
                 self._counters.add("host_blocks_skipped")
         for one, most_writing in reversed(chosen):
-            self._copy_out(one.rank, one.name, one.index, one.pages, most_writing)
+            self._copy_block(one.rank, one.name, one.index, one.pages, most_writing, one.tail)
 
     def _snapshot_evicted(self, rank: int, gone: EvictedSnapshot) -> None:
-        self._snapshots_asked.evicted(gone.name)
-        if self._snapshots_asked.worth_copying:
-            self._copy_snapshot(rank, gone)
+        self.snapshots.asked.evicted(gone.name)
+        if self.snapshots.asked.worth_copying:
+            self._copy(self.snapshots, rank, gone.name, gone.tokens, gone.place)
         elif gone.name not in self.snapshots:
             self._counters.add("host_snapshots_declined")
 
-    def _copy_out(
-        self, rank: int, name: bytes, index: int, pages: tuple[int, ...], most_writing: int
+    def _copy_block(
+        self,
+        rank: int,
+        name: bytes,
+        index: int,
+        pages: tuple[int, ...],
+        most_writing: int,
+        tail: int = 0,
     ) -> None:
-        if self._loop.failure is not None or name in self.blocks:
-            return
-        if self.blocks.writing >= most_writing:
-            self._counters.add("host_blocks_skipped")
-            return
-        offers = self.offers(rank, index)
-        block = self._add(name, offers)
-        if block is None:
-            return
+        size = self._kept.block_tokens
         # page 0 is a placeholder for the pages of the sequence's earlier blocks, which are not read
-        before = (0,) * (index * self._kept.block_tokens // self._limits.page_size)
-        copies = [self._pieces.copy_out(offer, (*before, *pages)) for offer in offers]
-        task = self._copies[name] = self._tasks.spawn(self._write(block, copies))
-        task.add_done_callback(lambda _: self._copied_out(name, task))
+        before = (0,) * (index * size // self._limits.page_size)
+        end = index * size + (tail or size)
+        self._copy(self.blocks, rank, name, end, (*before, *pages), most_writing, tail)
 
-    def _copy_snapshot(self, rank: int, gone: EvictedSnapshot) -> None:
-        """The copy is queued on the mesh, so the snapshot may be overwritten by later commands."""
-        snapshots, name = self.snapshots, gone.name
-        if self._loop.failure is not None or name in snapshots or not snapshots.capacity:
+    def _copy(
+        self,
+        shelf: Shelf,
+        rank: int,
+        name: bytes,
+        end: int,
+        pages: tuple[int, ...],
+        most_writing: int | None = None,
+        tail: int = 0,
+    ) -> None:
+        """The copy is queued on the mesh, so the pages may be overwritten by later commands."""
+        if self._loop.failure is not None or name in shelf or not shelf.capacity:
             return
-        if snapshots.writing >= MOST_SNAPSHOTS_WRITING:
-            self._counters.add("host_snapshots_skipped")
+        if shelf.writing >= (most_writing or shelf.most_writing):
+            of_snapshots = shelf is self.snapshots
+            self._counters.add("host_snapshots_skipped" if of_snapshots else "host_blocks_skipped")
             return
-        offers = snapshot_offers(self._limits, rank, gone.tokens, self._ids)
-        snapshot, dropped = snapshots.begin(name, tuple(map(HostPiece, offers)))
-        self._release(dropped)
-        if snapshot is not None:
-            copies = [self._pieces.copy_out(offer, gone.place) for offer in offers]
-            task = self._tasks.spawn(self._write_snapshot(snapshot, copies))
-            self._snapshot_copies[name] = task
-            task.add_done_callback(lambda _: self._snapshot_copies.pop(name, None))
+        block = self._begin(shelf, rank, name, end, tail)
+        if block is not None:
+            copies = [self._copy_piece(piece.offer, pages) for piece in block.pieces]
+            task = shelf.copies[name] = self._tasks.spawn(self._write(shelf, block, copies))
+            task.add_done_callback(lambda _: self._copied_out(shelf, name, task))
 
-    def _copied_out(self, name: bytes, task: "asyncio.Task[None]") -> None:
-        if self._copies.get(name) is task:
-            del self._copies[name]
+    def _copied_out(self, shelf: Shelf, name: bytes, task: "asyncio.Task[None]") -> None:
+        if shelf.copies.get(name) is task:
+            del shelf.copies[name]
 
-    async def copied(self, rank: int, name: bytes, index: int) -> HostBlock | None:
-        """Returns a block in host memory. If the block is only in pages of `rank`, copies it to
-        host memory first. Returns None if the block is in neither place."""
-        pages = self._kept.pages(rank, name)
-        if pages:
-            self._copy_out(rank, name, index, pages, self._most_writing)
-        if (task := self._copies.get(name)) is not None:
+    def _copy_piece(self, offer: Offer, pages: tuple[int, ...]) -> "asyncio.Future[StepResult]":
+        number, size = self._loop.next_number(), self._limits.page_size
+        command = extraction(number, offer, pages, size, self._link.checksum_key)
+        return self._loop.submit(msgspec.structs.replace(command, to_host=True))
+
+    async def copied(
+        self, rank: int, name: bytes, index: int, snapshot: bool = False
+    ) -> TierBlock | None:
+        """Returns a block, or the snapshot after it, in host memory. If it is only in pages of
+        `rank`, copies it to host memory first. Returns None if it is in neither place."""
+        shelf = self.snapshots if snapshot else self.blocks
+        if not snapshot:
+            if pages := self._kept.pages(rank, name):
+                self._copy_block(rank, name, index, pages, shelf.most_writing)
+        elif name in (of_rank := self._kept.snapshots[rank]):
+            self._copy(shelf, rank, name, of_rank.tokens(name), of_rank.place(name))
+        if (task := shelf.copies.get(name)) is not None:
             await asyncio.wait({task})
-        return self.blocks.arrived(name)
+        return shelf.arrived(name)
 
-    async def copied_snapshot(self, rank: int, name: bytes) -> HostBlock | None:
-        kept = self._kept.snapshots[rank]
-        if name in kept:
-            self._copy_snapshot(rank, EvictedSnapshot(name, kept.tokens(name), kept.place(name)))
-        if (task := self._snapshot_copies.get(name)) is not None:
-            await asyncio.wait({task})
-        return self.snapshots.arrived(name)
-
-    async def load_snapshot(self, plan: RestorePlan, read: Read) -> HostBlock | None:
-        """Reads the snapshot at the end of a plan's chain from disk into host memory. Like `load`,
-        prevents its eviction, and returns None if there is no room or reading failed."""
-        name, tokens = plan.chain[-1], len(plan.chain) * self._kept.block_tokens
-        offers = snapshot_offers(self._limits, plan.rank, tokens, self._ids)
-        snapshot, gone = self.snapshots.begin(name, tuple(map(HostPiece, offers)))
-        self._release(gone)
-        if snapshot is None:
-            return None
-        arrived = False
-        try:
-            sums = await read(snapshot.offer_ids)
-            arrived = bool(sums) and self.snapshots.written(snapshot, _summed(snapshot, sums))
-        finally:
-            if not arrived and self.snapshots.forget(snapshot):
-                self._release((snapshot,))
-        return self.snapshots.hold((name,))[0] if arrived else None
-
-    def _add(self, name: bytes, offers: tuple[Offer, ...]) -> HostBlock | None:
-        block, gone = self.blocks.begin(name, tuple(map(HostPiece, offers)))
-        self._drop(gone, "room")
+    def _begin(
+        self, shelf: Shelf, rank: int, name: bytes, end: int, tail: int = 0
+    ) -> TierBlock | None:
+        pieces = tuple(map(HostPiece, self.offers(shelf, rank, end, tail)))
+        index = (end - 1) // self._kept.block_tokens
+        block, gone = shelf.begin(name, pieces, rank, index, tail > 0)
+        self._dropped(shelf, gone, "room")
         return block
 
-    async def _write(self, block: HostBlock, copies: "list[asyncio.Future[StepResult]]") -> None:
-        sums = await _sums(copies)
-        if sums is None:
-            if self.blocks.forget(block):
-                self._counters.add("host_blocks_failed")
-                self._release((block,))
-        elif self._complete(block, sums):
-            self._counters.add("host_blocks_written")
-
-    async def _write_snapshot(
-        self, snapshot: HostBlock, copies: "list[asyncio.Future[StepResult]]"
+    async def _write(
+        self, shelf: Shelf, block: TierBlock, copies: "list[asyncio.Future[StepResult]]"
     ) -> None:
         sums = await _sums(copies)
-        if sums is None:
-            if self.snapshots.forget(snapshot):
-                self._release((snapshot,))
-        elif self.snapshots.written(snapshot, _summed(snapshot, sums)):
-            self._counters.add("host_snapshots_written")
+        if sums is not None and self._complete(shelf, block, sums):
+            of_snapshots = shelf is self.snapshots
+            self._counters.add("host_snapshots_written" if of_snapshots else "host_blocks_written")
+        elif sums is None and shelf.forget(block):
+            self._counters.add("host_blocks_failed")
+            self._release((block,))
 
-    def _complete(self, block: HostBlock, checksums: tuple[int, ...]) -> bool:
-        written = self.blocks.written(block, _summed(block, checksums))
-        if written:
+    def _complete(self, shelf: Shelf, block: TierBlock, checksums: tuple[int, ...]) -> bool:
+        pieces = [
+            replace(piece, checksum=checksum)
+            for piece, checksum in zip(block.pieces, checksums, strict=True)
+        ]
+        written = shelf.written(block, tuple(pieces))
+        if written and shelf is self.blocks and not block.tail:
             self._kept.log.gained(block.name)
         return written
 
-    async def load(self, name: bytes, offers: tuple[Offer, ...], read: Read) -> HostBlock | None:
-        """Reads a block from disk into host memory and prevents its eviction. Returns None if host
-        memory has no room or reading failed."""
-        block = self._add(name, offers)
+    async def _load(
+        self, shelf: Shelf, rank: int, name: bytes, end: int, file: TierBlock, files: Files
+    ) -> TierBlock | None:
+        """Reads a block or snapshot from disk into host memory and prevents its eviction. Returns
+        None if host memory has no room or reading failed."""
+        block = self._begin(shelf, rank, name, end)
         if block is None:
             return None
         arrived = False
         try:
-            checksums = await read(block.offer_ids)
-            arrived = bool(checksums) and self._complete(block, checksums)
+            index = block.index if shelf is self.blocks else 0
+            checksums = await files.read(file, index, block.offer_ids)
+            arrived = bool(checksums) and self._complete(shelf, block, checksums)
         finally:
-            if not arrived and self.blocks.forget(block):
+            if not arrived and shelf.forget(block):
                 self._release((block,))
-        return self.blocks.hold((name,))[0] if arrived else None
+        return shelf.hold((name,))[0] if arrived else None
 
     # ---- restoring
 
     def worth(self, query: RestoreQuery) -> RestorePlan | None:
         for name in query.chain[max(query.known) :]:
-            if name not in self._asked and name not in self.blocks:
+            if name not in self.blocks.asked and name not in self.blocks:
                 break
-            self._asked.asked(name)
-        found = {
-            rank: self.blocks.match(query.chain, query.known[rank], rank) for rank in query.ranks
+            self.blocks.asked.asked(name)
+        chain, tokens = query.chain, self.snapshot_tokens
+        runs = {
+            rank: (1,) * self.blocks.match(chain, query.known[rank], rank) for rank in query.ranks
         }
-        reach = {rank: query.known[rank] + count for rank, count in found.items()}
         if self._kept.snapshots:
-            return self._worth_of_snapshots(query, [*reach.values()])
-        rank = max(reach, key=reach.__getitem__)
-        tokens = found[rank] * self._kept.block_tokens
-        if not self.prices.worth(tokens, tokens, query.instead):
-            return None
-        chain = query.chain[: query.known[rank] + found[rank]]
-        return RestorePlan(self, rank, chain, tokens, tokens, instead=query.instead)
+            most = max([query.known[rank] + len(run) for rank, run in runs.items()])
+            self._snapshot_asked(chain[:most])
 
-    def _worth_of_snapshots(self, query: RestoreQuery, reach: list[int]) -> RestorePlan | None:
-        kept, size = self._kept, self._kept.block_tokens
-        for name in reversed(query.chain[: max(reach)]):
-            if name in self._snapshots_asked:
-                self._snapshots_asked.asked(name)
-                break
-            if self.has_snapshot(name) or any(name in of_rank for of_rank in kept.snapshots):
-                break
-        rank, end = self.last_snapshot(query.chain, reach, self.has_snapshot)
-        chain, known = query.chain[:end], min(query.known[rank], end)
-        whole = end * size
-        tokens = whole - kept.cached_tokens(rank, chain, whole, to_compute=True)
-        if not tokens:
-            return None
-        snapshot = chain[-1] not in kept.snapshots[rank]
-        moved = whole - known * size + snapshot * self.snapshot_tokens
-        if not self.prices.worth(moved, tokens):
-            return None
-        return RestorePlan(self, rank, chain, tokens, moved, snapshot=snapshot)
+        def snapshot(end: int) -> int | None:
+            return tokens if self.has_snapshot(chain[end - 1]) else None
 
-    def last_snapshot(
-        self, chain: Chain, reach: list[int], elsewhere: Callable[[bytes], bool]
-    ) -> tuple[int, int]:
-        """Finds the longest prefix of the chain that has a snapshot at its end, on the rank itself
-        or elsewhere. Returns the rank and the number of blocks of this prefix, which is 0 if there
-        is none."""
-        ends = [
-            next(
-                (
-                    end
-                    for end in range(most, 0, -1)
-                    if chain[end - 1] in self._kept.snapshots[rank] or elsewhere(chain[end - 1])
-                ),
-                0,
-            )
-            for rank, most in enumerate(reach)
-        ]
-        return ends.index(max(ends)), max(ends)
+        return self.plan(self._kept, query, runs, snapshot, tail=self.tail_behind)
+
+    def tail_behind(self, query: RestoreQuery, end: int, rank: int) -> Tail | None:
+        """Returns the tail that a query asks for, if it is here and comes after `end` blocks."""
+        tail = query.tail
+        if tail is None or end < len(query.chain):
+            return None
+        return tail if self.blocks.match((tail.name,), 0, rank) else None
+
+    def _snapshot_asked(self, chain: Chain) -> None:
+        for name in reversed(chain):
+            if name in self.snapshots.asked:
+                return self.snapshots.asked.asked(name)
+            if self.has_snapshot(name) or any(name in one for one in self._kept.snapshots):
+                return
 
     def has_snapshot(self, name: bytes) -> bool:
         return self.snapshots.match((name,), 0) > 0
@@ -381,63 +386,127 @@ class HostTier(KvSource):
             for index in range(restore.first, len(chain))
             if self.blocks.match((chain[index],), 0, rank)
         }
-        held = self.blocks.hold(tuple(here.values()))
+        held = self.blocks.hold(here.values())
         restore.held.update(zip(here, held, strict=True))
         wanted = restore.plan.snapshot and self.has_snapshot(chain[-1])
         snapshots = self.snapshots.hold(chain[-1:]) if wanted else ()
         restore.snapshot = next(iter(snapshots), None)
+        tail = restore.plan.tail
+        there = tail is not None and self.blocks.match((tail.name,), 0, rank)
+        tails = self.blocks.hold((tail.name,)) if tail is not None and there else ()
+        restore.tail = next(iter(tails), None)
         try:
             yield
         finally:
-            self.blocks.let_go(held)
+            self.blocks.let_go((*held, *tails))
             self.snapshots.let_go(snapshots)
 
-    async def bring(
-        self, restore: Restore, elsewhere: Callable[[int], Awaitable[None]] | None = None
-    ) -> str:
-        """Copies the blocks of a restore to its reserved pages, a few at a time. `elsewhere`:
-        function that restores a block from another tier, given its index. It is called for each
-        block that is not in host memory."""
-        slots = asyncio.Semaphore(BLOCKS_AT_ONCE)
+    async def bring(self, restore: Restore, files: Files | None = None) -> str:
+        """Copies the blocks of a restore to its reserved pages, a few at a time. `files`: where
+        those lie that are not in host memory."""
+        slots, gap, chain = asyncio.Semaphore(BLOCKS_AT_ONCE), False, restore.plan.chain
 
         async def bring(index: int) -> None:
+            nonlocal gap
             async with slots:
                 block = restore.held.get(index)
-                if not isinstance(block, HostBlock):
-                    if elsewhere is not None:
-                        await elsewhere(index)
-                elif await self.copy_in(block, restore):
-                    restore.origins[index] = "host"
+                if block is None or (gap and not block.pieces):
+                    return  # blocks on disk after a missing one are useless
+                if await self._bring(self.blocks, restore, block, index, restore.pages, files):
+                    restore.origins[index] = "host" if block.pieces else "disk"
+                gap = gap or (index not in restore.origins and not block.pieces)
 
-        missing = range(restore.first, len(restore.plan.chain))
-        await asyncio.gather(*[bring(index) for index in missing], self.bring_snapshot(restore))
+        missing = range(restore.first, len(chain))
+        others = self._bring_snapshot(restore, files), self._bring_tail(restore)
+        await asyncio.gather(*map(bring, missing), *others)
         restore.moved_tokens = len(restore.origins) * self._kept.block_tokens
+        if restore.tail_came and restore.plan.tail is not None:
+            restore.moved_tokens += restore.plan.tail.tokens
         if restore.plan.snapshot:
             restore.moved_tokens += self.snapshot_tokens
         return ""
 
-    async def bring_snapshot(self, restore: Restore) -> None:
-        snapshot, plan = restore.snapshot, restore.plan
-        if not isinstance(snapshot, HostBlock):
+    async def _bring_snapshot(self, restore: Restore, files: Files | None) -> None:
+        snapshot, last = restore.snapshot, len(restore.plan.chain) - 1
+        if snapshot is None:
             return
-        place = restore.place(self._kept, len(plan.chain) * self._kept.block_tokens)
-        if place is None:
-            return
-        if await self._pieces.bring_back(snapshot.pieces, plan.rank, place):
+        place = restore.place(self._kept, (last + 1) * self._kept.block_tokens)
+        if place is not None and await self._bring(
+            self.snapshots, restore, snapshot, last, place, files
+        ):
             restore.restored = True
             self._counters.add("host_snapshots_restored")
-        elif self.snapshots.forget(snapshot):
-            self._counters.add("host_snapshots_broken")
-            self._release((snapshot,))
+            if not snapshot.pieces:
+                self._counters.add("disk_snapshots_restored")
 
-    async def copy_in(self, block: HostBlock, restore: Restore) -> bool:
-        """Returns whether the block is intact."""
-        if await self._pieces.bring_back(block.pieces, restore.plan.rank, restore.pages):
+    async def _bring_tail(self, restore: Restore) -> None:
+        """The copy is of no use after the sequence has gone on."""
+        tail, rank = restore.tail, restore.plan.rank
+        if tail is not None and await self._copy_in(self.blocks, tail, rank, restore.pages):
+            restore.tail_came = True
+            if self.blocks.forget(tail):
+                self._release((tail,))
+
+    async def _bring(
+        self,
+        shelf: Shelf,
+        restore: Restore,
+        block: TierBlock,
+        index: int,
+        pages: tuple[int, ...],
+        files: Files | None,
+    ) -> bool:
+        """Copies a block or snapshot to pages, from disk by way of host memory. Returns whether it
+        is intact."""
+        rank = restore.plan.rank
+        if block.pieces or files is None:
+            return await self._copy_in(shelf, block, rank, pages)
+        name, end = restore.plan.chain[index], (index + 1) * self._kept.block_tokens
+        loaded = await self._load(shelf, rank, name, end, block, files)
+        if loaded is None:
+            return False
+        try:
+            intact = await self._copy_in(shelf, loaded, rank, pages)
+            if not intact:
+                files.broken(block)
+            return intact
+        finally:
+            shelf.let_go((loaded,))
+
+    async def _copy_in(
+        self, shelf: Shelf, block: TierBlock, rank: int, pages: tuple[int, ...]
+    ) -> bool:
+        if await self._insert(block.pieces, rank, pages):
             return True
-        if self.blocks.forget(block):
-            self._counters.add("host_blocks_broken")
-            self._drop((block,), "broken")
+        if shelf.forget(block):
+            of_snapshots = shelf is self.snapshots
+            self._counters.add("host_snapshots_broken" if of_snapshots else "host_blocks_broken")
+            self._dropped(shelf, (block,), "broken")
         return False
+
+    async def _insert(
+        self, pieces: tuple[HostPiece, ...], rank: int, pages: tuple[int, ...]
+    ) -> bool:
+        """Returns whether all pieces are written and all checksums match. After a cancellation
+        nothing more is written, so the pages may be reused immediately."""
+
+        def place(tokens: int) -> tuple[int, ...]:
+            return pages[: pages_for(tokens, self._limits.page_size)]
+
+        def snapshot(kind: KvKind, tokens: int) -> tuple[int, ...]:
+            return pages[:1] if kind is KvKind.STATE else place(tokens)
+
+        to = Destination(self._limits, rank, place, snapshot=snapshot)
+        blocks = ArrivingBlocks(self._loop, to, lambda: self._link, COPY_SECONDS, "host memory")
+
+        async def insert(piece: HostPiece) -> bool:
+            blocks.offered(piece.offer)
+            pulled = await blocks.pull(piece.offer)
+            if pulled is None or pulled.error:
+                return False
+            return not blocks.verify(piece.offer, await blocks.insert(piece.offer), piece.checksum)
+
+        return all(await asyncio.gather(*map(insert, pieces)))
 
     def failed(self, cause: str) -> None:
         if cause == "late":
@@ -447,16 +516,31 @@ class HostTier(KvSource):
 
     # ---- dropped blocks
 
-    def _drop(self, gone: tuple[HostBlock, ...], cause: str) -> None:
+    def _dropped(self, shelf: Shelf, gone: tuple[TierBlock, ...], cause: str) -> None:
+        if shelf is self.blocks:
+            self._drop(gone, cause)
+        else:
+            self._release(gone)
+
+    def _drop(self, gone: tuple[TierBlock, ...], cause: str) -> None:
         if gone:
             self._counters.add("host_blocks_dropped", len(gone), cause=cause)
-            for block in gone:
-                self._kept.log.lost(block.name)
+            for block in [one for one in gone if not one.tail]:
+                if block.written:
+                    self._kept.log.lost(block.name)
                 self._kept.promote(block.name)
             self._release(gone)
 
-    def _release(self, gone: tuple[HostBlock, ...]) -> None:
-        self._pieces.release(tuple([offer_id for block in gone for offer_id in block.offer_ids]))
+    def _release(self, gone: tuple[TierBlock, ...]) -> None:
+        """Also those that are still being copied to host memory."""
+        if ids := tuple([offer_id for block in gone for offer_id in block.offer_ids]):
+            self._loop.fire(ReleaseOffers(self._loop.next_number(), ids, from_host=True))
+
+
+def tier_of(name: Origin, blocks: TierBlocks, snapshots: TierBlocks) -> KeptTier:
+    both = blocks, snapshots
+    used = sum([len(one) * one.block_bytes for one in both])
+    return KeptTier(name, len(blocks), used, sum([one.capacity * one.block_bytes for one in both]))
 
 
 async def _sums(copies: "list[asyncio.Future[StepResult]]") -> tuple[int, ...] | None:
@@ -465,8 +549,3 @@ async def _sums(copies: "list[asyncio.Future[StepResult]]") -> tuple[int, ...] |
     except JdisaggError:
         return None
     return tuple([one.checksum.checksum for one in results if isinstance(one, ExtractResult)])
-
-
-def _summed(block: HostBlock, checksums: tuple[int, ...]) -> tuple[HostPiece, ...]:
-    pieces = zip(block.pieces, checksums, strict=True)
-    return tuple([replace(piece, checksum=checksum) for piece, checksum in pieces])

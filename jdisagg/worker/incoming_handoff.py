@@ -18,8 +18,8 @@ from jdisagg.messages.ports import FirstToken, HandoffEnd, Offer, OfferChecksum,
 from jdisagg.messages.step_commands import InsertResult
 from jdisagg.prompt.logprobs import PromptLogprobs
 from jdisagg.telemetry import Counters
-from jdisagg.worker.block_moves import PATIENCE, ArrivingBlocks, Destination
-from jdisagg.worker.peers import LinkShare, SenderLine
+from jdisagg.worker.block_moves import PATIENCE, ArrivingBlocks, Destination, reach
+from jdisagg.worker.peers import SenderLine
 from jdisagg.worker.step_loop import StepLoop
 
 PULLS_IN_FLIGHT = 12
@@ -52,7 +52,6 @@ class IncomingHandoff:
         limits: LimitsConfig,
         counters: Counters,
         now: Callable[[], float],
-        share: LinkShare | None = None,
     ) -> None:
         self.line = line
         self.closed = False
@@ -63,16 +62,16 @@ class IncomingHandoff:
         self._timeouts = limits.timeouts.handoff
         self._counters = counters
         self._now = now
-        self._share = share or LinkShare()
-        self._received = Received()
+        self._share = line.share
         self._sums: dict[int, asyncio.Future[int]] = {}
         self._computed_at: dict[int, float] = {}  # time when each block's checksum arrived
         self._all_offered = False
         seconds = limits.pull_seconds
-        self._arriving = ArrivingBlocks(loop, to, lambda: line.link, seconds, line.name)
+        self.blocks = ArrivingBlocks(loop, to, lambda: line.link, seconds, line.name)
+        self._received = Received(blocks=self.blocks.verified)
         # limits of blocks being pulled, and of blocks pulled or waiting for the mesh's insertion
         self._pulls = asyncio.Semaphore(PULLS_IN_FLIGHT)
-        self._blocks = asyncio.Semaphore(BLOCKS_IN_FLIGHT)
+        self._insertions = asyncio.Semaphore(BLOCKS_IN_FLIGHT)
 
     def close(self) -> None:
         """Prevents further insertions, because the pages now have another owner."""
@@ -84,27 +83,12 @@ class IncomingHandoff:
         self.line.give_up(reason)
 
     @property
-    def arriving(self) -> bool:
-        """Whether blocks are pulled or inserted now."""
-        count = self._arriving.count
-        return count[BlockState.ASKED] + count[BlockState.ARRIVED] > 0
-
-    @property
-    def last_insertion(self) -> int:
-        return self._arriving.last_insertion
-
-    @property
     def completing(self) -> bool:
         """Whether all blocks are offered and their insertions are issued, so that only results are
-        missing. `last_insertion` is the command number of the latest insertion."""
-        count = self._arriving.count
+        missing."""
+        count = self.blocks.count
         missing = count[BlockState.OFFERED] + count[BlockState.ASKED] + count[BlockState.LOST]
         return self._all_offered and not missing and not self.closed
-
-    def kept_tokens(self) -> int:
-        """Returns the number of leading positions for which every layer group has received KV."""
-        blocks = [one for one in self._received.blocks if one.kind is KvKind.POSITIONS]
-        return _reach(blocks, self._to.layer_groups, self._to.cached_tokens)
 
     async def receive(self) -> Received:
         """Receives all KV into the destination's pages and returns the result. Raises HandoffError
@@ -157,7 +141,7 @@ class IncomingHandoff:
                     if not expected.done():
                         expected.set_result(message.checksum)
                 else:
-                    self._arriving.offered(message)
+                    self.blocks.offered(message)
                     fetches.append(tasks.create_task(self._fetch(message)))
             self._no_more_sums()
             for fetch in fetches:
@@ -190,7 +174,7 @@ class IncomingHandoff:
         while tries < self._timeouts.pull_tries:
             if problem:
                 self._counters.add("blocks_pulled_again")
-            async with self._blocks:
+            async with self._insertions:
                 async with self._pulls:
                     await self._share.begin_turn(self.line.source.handoff_id)
                     try:
@@ -207,11 +191,10 @@ class IncomingHandoff:
                 if problem:
                     continue
                 if self.closed:
-                    return self._arriving.give_up(offer)
-                inserted = await self._arriving.insert(offer)
+                    return self.blocks.give_up(offer)
+                inserted = await self.blocks.insert(offer)
             problem = await self._compare(offer, inserted)
             if not problem:
-                self._received.blocks.append(offer)
                 self.line.acknowledge(offer.offer_id)
                 return
         raise HandoffError(
@@ -220,7 +203,7 @@ class IncomingHandoff:
 
     async def _pull(self, offer: Offer) -> str:
         began = self._now()
-        result = await self._arriving.pull(offer)
+        result = await self.blocks.pull(offer)
         if result is None:
             self._counters.add("pulls_timed_out")
             return f"it did not arrive within {PATIENCE * self._pull_seconds:g} s"
@@ -236,9 +219,9 @@ class IncomingHandoff:
         return ""
 
     async def _compare(self, offer: Offer, inserted: InsertResult) -> str:
-        summed = self.line.link.verify and self._arriving.codec(offer) == "none"
+        summed = self.line.link.verify and self.blocks.codec(offer) == "none"
         expected = await self._sum(offer.offer_id) if summed else None
-        problem = self._arriving.verify(offer, inserted, expected)
+        problem = self.blocks.verify(offer, inserted, expected)
         if problem:
             self.spoiled = True
             self._counters.add("checksums_mismatched")
@@ -268,47 +251,33 @@ class IncomingHandoff:
                 expected.exception()
 
     def _check_coverage(self, end: HandoffEnd) -> None:
-        blocks, groups, windows = self._received.blocks, self._to.layer_groups, self._to.windows
+        blocks, mesh, windows = self._received.blocks, self._to.mesh, self._to.windows
         whole = _covers(
             [block for block in blocks if block.kind is KvKind.POSITIONS],
-            groups,
+            mesh.layer_groups,
             self._to.cached_tokens,
             end.tokens,
         )
-        if windows is not None:
+        if windows:
             seen = [block for block in blocks if block.kind is KvKind.WINDOW]
-            from_ = windows.seen_from(end.tokens)
-            whole &= _covers(seen, windows.layer_groups, from_, end.tokens)
+            whole &= _covers(seen, mesh.window_groups, mesh.seen_from(end.tokens), end.tokens)
         if not whole or len(blocks) != end.offers:
             raise HandoffError(
                 f"{self.line.name}: {len(blocks)} blocks came, which do not cover {end.tokens}"
-                f" positions of {groups} layer groups once each"
+                f" positions of {mesh.layer_groups} layer groups once each"
                 + (", or not what windows see" if windows else "")
             )
         states = sum(block.kind is KvKind.STATE for block in blocks)
-        if states != (self._to.state is not None):
+        if states != self._to.state:
             raise HandoffError(
                 f"{self.line.name}: the state came {states} times; a model that keeps some hands it"
                 " over once, others never"
             )
 
 
-def _reach(blocks: list[Offer], groups: int, start: int) -> int:
-    return min([_contiguous(blocks, group, start) for group in range(groups)])
-
-
-def _contiguous(blocks: list[Offer], group: int, at: int) -> int:
-    mine = [block for block in blocks if block.group <= group < block.group + block.groups]
-    for block in sorted(mine, key=lambda block: block.start):
-        if block.start != at:
-            break
-        at += block.valid_tokens
-    return at
-
-
 def _covers(blocks: list[Offer], groups: int, start: int, end: int) -> bool:
     tokens = sum(block.groups * block.valid_tokens for block in blocks)
-    return tokens == groups * (end - start) and _reach(blocks, groups, start) == end
+    return tokens == groups * (end - start) and reach(blocks, groups, start) == end
 
 
 def _typed(group: BaseExceptionGroup[BaseException]) -> JdisaggError:

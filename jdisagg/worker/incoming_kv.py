@@ -1,26 +1,37 @@
-"""Receives KV for the sequences that have pages reserved on a decode mesh. The senders are prefill
-workers and other decode workers.
+"""KV from other workers: the last sources in the plan of a reservation's blocks.
 
-If a source fails, the reservation and the verified blocks remain. Until the lease ends, another
-source may send the remaining positions (`HandoffState.ORPHANED`). For a migrated sequence, the
-transfer (hand-off) includes the generated tokens. The outcome for each reservation is reported to
-`KvEvents`. Used on the event loop only."""
+A worker that may hold cached blocks of a prompt, which the router names, is a source as host memory
+is (`KvSource`): it is asked by the blocks' names and answers how many it sends
+(`worker/given_kv.py`). What no cache has comes from the prefill worker, or from the decode worker
+that a sequence leaves, together with the sequence's tokens. Both arrive by hand-offs
+(`worker/incoming_handoff.py`), whose blocks are pulled, inserted and verified as those of host
+memory are.
+
+If a prefill worker fails, the reservation and the verified blocks remain. Until the lease ends,
+another source may send the remaining positions (`HandoffState.ORPHANED`). The outcome for each
+reservation is reported to `KvEvents`. A failed fetch of cached blocks only costs time
+(`peer_fetch_failed`, by cause). Used on the event loop only."""
 
 import asyncio
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from jdisagg.config import LimitsConfig
 from jdisagg.errors import HandoffError, IncompatiblePeerError, JdisaggError, UnavailableError
-from jdisagg.messages.ports import FirstToken, HandoffSource, SourceLost
+from jdisagg.messages.ports import FetchCall, FirstToken, HandoffSource, SourceLost
 from jdisagg.scheduler.decode_state import DecodeState
 from jdisagg.scheduler.handoff import HandoffEvent, HandoffState
+from jdisagg.scheduler.page_ledger import pages_for
+from jdisagg.scheduler.prices import Prices
 from jdisagg.scheduler.sequences import SequenceGroup
 from jdisagg.telemetry import Counters
-from jdisagg.worker.block_moves import Destination, WindowDestination
+from jdisagg.worker.block_moves import Destination, state_weight
 from jdisagg.worker.incoming_handoff import IncomingHandoff, Received
-from jdisagg.worker.peers import Peers
+from jdisagg.worker.kv_sources import KvSource, Origin, Restore, RestorePlan, RestoreQuery
+from jdisagg.worker.peers import Peers, SenderLine
 from jdisagg.worker.step_loop import StepLoop
+
+MOST_FETCHES = 4  # simultaneous restores; their blocks in flight need memory besides the pages
 
 
 class KvEvents(Protocol):
@@ -46,7 +57,13 @@ class _Incoming:
     task: "asyncio.Task[None] | None" = None
 
 
-class IncomingKv:
+class IncomingKv(KvSource):
+    """Args:
+    fetches: Prices of restores of other workers' cached blocks; None if there are none.
+    """
+
+    name: Origin = "peer"
+
     def __init__(
         self,
         state: DecodeState,
@@ -55,8 +72,12 @@ class IncomingKv:
         limits: LimitsConfig,
         counters: Counters,
         events: KvEvents,
+        fetches: Prices | None,
     ) -> None:
-        self._state = state
+        self.prices = fetches or Prices()
+        self._fetch_seconds = limits.pull_seconds * limits.timeouts.handoff.pull_tries
+        self.most_seconds = self._fetch_seconds
+        self._state, self._kept, self._mesh = state, state.residency, state.limits
         self._loop = loop
         self._peers = peers
         self._limits = limits
@@ -64,20 +85,31 @@ class IncomingKv:
         self._counters = counters
         self._events = events
         self._incoming: dict[int, _Incoming] = {}
+        self.most_restores = MOST_FETCHES if fetches else 0
+        self._fetching: list[IncomingHandoff] = []
+        self._closed_until = 0.0
 
     def __len__(self) -> int:
-        """Returns the number of transfers in progress."""
-        return len(self._handoffs())
+        """Returns the number of hand-offs to reservations in progress."""
+        return len(self._handoffs()) if self._incoming else 0
 
     @property
     def arriving(self) -> bool:
-        return any([handoff.arriving for handoff in self._handoffs()])
+        return any([handoff.blocks.arriving for handoff in self._handoffs()])
 
     def completing_before(self, step: int) -> bool:
-        return any([one.completing and one.last_insertion < step for one in self._handoffs()])
+        return any(
+            [one.completing and one.blocks.last_insertion < step for one in self._handoffs()]
+        )
 
-    def senders(self) -> set[str]:
-        return {handoff.line.link.peer for handoff in self._handoffs()}
+    def expire(self, now: float) -> None:
+        handoffs = (*self._fetching, *self._handoffs())
+        self._peers.sweep(now, {handoff.line.link.peer for handoff in handoffs})
+
+    def _handoff(self, line: SenderLine, to: Destination) -> IncomingHandoff:
+        return IncomingHandoff(self._loop, line, to, self._limits, self._counters, self._now)
+
+    # ---- of the sequences that have pages
 
     def begin(self, group: SequenceGroup, source: HandoffSource) -> None:
         self._incoming[group.key] = _Incoming(group.cached_tokens)
@@ -93,7 +125,7 @@ class IncomingKv:
         incoming = self._incoming.setdefault(group.key, _Incoming(group.cached_tokens))
         if incoming.handoff is not None:
             incoming.kept_tokens = self._close(incoming, "another source takes over")
-        granule, wanted = self._state.limits.granule_tokens, len(group.known_tokens)
+        granule, wanted = self._mesh.granule_tokens, len(group.known_tokens)
         kept = min(incoming.kept_tokens, wanted - 1) // granule * granule
         # cached pages are shared, so they must not be written
         kept = max(kept, group.cached_tokens)
@@ -104,15 +136,14 @@ class IncomingKv:
         self._receive_from(source, group, kept)
         return kept
 
-    def forget(self, key: int, reason: str) -> None:
-        """Stops receiving a group's KV and aborts the hand-off at its sender. Idempotent."""
-        incoming = self._incoming.pop(key, None)
+    def let_go(self, owner: int) -> None:
+        incoming = self._incoming.pop(owner, None)
         if incoming is not None and incoming.handoff is not None:
-            self._close(incoming, reason)
+            self._close(incoming, "the receiver gave the sequence up")
 
     def stop(self) -> None:
         for key in list(self._incoming):
-            self.forget(key, "the receiver stops")
+            self.let_go(key)
 
     def _handoffs(self) -> list[IncomingHandoff]:
         return [one.handoff for one in self._incoming.values() if one.handoff is not None]
@@ -123,43 +154,25 @@ class IncomingKv:
         incoming.handoff = incoming.task = None
         task.cancel()
         handoff.give_up(reason)
-        return handoff.kept_tokens()
+        return handoff.blocks.kept_tokens()
 
     def _receive_from(
         self, source: HandoffSource, group: SequenceGroup, cached_tokens: int
     ) -> None:
-        incoming, limits = self._incoming[group.key], self._state.limits
-
-        def slot() -> int:
-            return self._state.states.slot(group.rank, group.key)
-
+        incoming, place = self._incoming[group.key], self._state.room.place
         try:
             line = self._peers.line_to(source, group.attempt)
         except JdisaggError as error:
             self._lost(group, incoming, source, error, cached_tokens)
             return
-        incoming.handoff = IncomingHandoff(
-            self._loop,
-            line,
-            Destination(
-                group.rank,
-                lambda tokens: self._pages(group, tokens),
-                limits.layer_groups,
-                cached_tokens,
-                slot if limits.kv_spec.has_state else None,
-                WindowDestination(
-                    lambda tokens: limits.ring(slot(), tokens),
-                    limits.window_groups,
-                    limits.seen_from,
-                )
-                if limits.windows_apart
-                else None,
-            ),
-            self._limits,
-            self._counters,
-            self._now,
-            self._peers.share(source.worker),
+        to = Destination(
+            self._mesh,
+            group.rank,
+            lambda tokens: self._pages(group, tokens),
+            cached_tokens,
+            lambda kind, tokens: place(kind, group.rank, group.key, tokens),
         )
+        incoming.handoff = self._handoff(line, to)
         incoming.task = asyncio.get_running_loop().create_task(
             self._receive(group, incoming, incoming.handoff)
         )
@@ -182,7 +195,7 @@ class IncomingKv:
                 if isinstance(error, JdisaggError)
                 else UnavailableError(f"hand-off failed: {type(error).__name__}: {error}")
             )
-            self._lost(group, incoming, handoff.line.source, known, handoff.kept_tokens())
+            self._lost(group, incoming, handoff.line.source, known, handoff.blocks.kept_tokens())
 
     def _complete(self, group: SequenceGroup, incoming: _Incoming, received: Received) -> None:
         del self._incoming[group.key]
@@ -221,3 +234,97 @@ class IncomingKv:
                 " has grown"
             )
         return pages
+
+    # ---- cached by other workers
+
+    def worth(self, query: RestoreQuery) -> RestorePlan | None:
+        if query.peer is None or self._now() < self._closed_until:
+            return None
+        kept = self._kept
+        usable = kept.usable_tokens(query.peer_tokens, query.instead == "compute")
+        chain = query.chain[: usable // kept.block_tokens]
+        query = replace(
+            query, chain=chain, known=tuple([min(one, len(chain)) for one in query.known])
+        )
+        runs = {rank: (1,) * (len(chain) - query.known[rank]) for rank in query.ranks}
+
+        def snapshot(end: int) -> int | None:
+            whole = end == len(chain)
+            return self._snapshot_tokens(end * kept.block_tokens) if whole else None
+
+        plan = self.plan(kept, query, runs, snapshot, query.ahead_tokens)
+        return plan and replace(plan, snapshot=bool(kept.snapshots))
+
+    async def bring(self, restore: Restore) -> str:
+        plan, size, handoff = restore.plan, self._kept.block_tokens, None
+        whole, blocks, done = len(plan.chain) * size, restore.first, False
+        if plan.snapshot and restore.place(self._kept, whole) is None:
+            return "room"
+        try:
+            handoff = await self._ask(restore)
+            if handoff is None:
+                return "gone"
+            restore.closing.append(handoff.close)
+            self._fetching.append(handoff)
+            await handoff.receive()
+            restore.restored, done = plan.snapshot, True
+        except JdisaggError as error:
+            spoiled = handoff is not None and handoff.spoiled
+            refused = isinstance(error, IncompatiblePeerError)
+            return "spoiled" if spoiled else "refused" if refused else "lost"
+        finally:
+            if handoff is not None:
+                self._fetching.remove(handoff)
+                handoff.close()
+                if not done:
+                    handoff.give_up("the fetch was given up")
+                blocks = handoff.blocks.kept_tokens() // size
+            restore.origins.update(dict.fromkeys(range(restore.first, blocks), self.name))
+        restore.moved_tokens = (blocks - restore.first) * size
+        if restore.restored:
+            restore.moved_tokens += self._snapshot_tokens(blocks * size)
+            self._counters.add("peer_snapshots_fetched")
+        return "gone" if blocks < len(plan.chain) else ""
+
+    async def _ask(self, restore: Restore) -> IncomingHandoff | None:
+        """Asks the worker for the blocks. Returns their hand-off, or None if it sends none."""
+        plan, size, mesh = restore.plan, self._kept.block_tokens, self._mesh
+        assert plan.peer is not None, "`worth` plans with a peer only"
+        line = self._peers.line_to(plan.peer, 0)
+        await line.greet(self._peers, codec="none")  # a cached block must be exact
+        seconds = plan.patience_seconds or self._fetch_seconds
+        own, handoff_id = self._peers.own_name, plan.peer.handoff_id
+        call = FetchCall(handoff_id, own, plan.chain, restore.first, size, seconds)
+        try:
+            reply = await line.peer.fetch(call)
+        except BaseException:
+            line.give_up("its answer is not waited for")
+            raise
+        if plan.snapshot and not reply.snapshot:
+            line.give_up("its blocks come without a snapshot")
+            return None
+        if reply.blocks < 1 and not reply.snapshot:
+            return None
+        start = restore.first * size
+        place = restore.place(self._kept, start + reply.blocks * size)
+
+        def pages(tokens: int) -> tuple[int, ...]:
+            return restore.pages[: pages_for(tokens, mesh.page_size)]
+
+        snapshot = (lambda *_: place) if place else None
+        return self._handoff(line, Destination(mesh, plan.rank, pages, start, snapshot))
+
+    def clear(self, cause: str) -> int:
+        # while a reset of all workers runs, a peer may still hold blocks that this worker has
+        # dropped
+        self._closed_until = self._now() + self._limits.timeouts.request.status_seconds
+        return 0
+
+    def failed(self, cause: str) -> None:
+        self._counters.add("peer_fetch_failed", cause=cause)
+
+    def _snapshot_tokens(self, end: int) -> int:
+        mesh = self._mesh
+        seen, spec = end - mesh.seen_from(end), mesh.kv_spec.windowed
+        windows = seen * spec.bytes_per_token // mesh.sent.bytes_per_token
+        return state_weight(mesh) // mesh.layer_groups + (windows if mesh.windows_apart else 0)

@@ -17,15 +17,17 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
+from jdisagg.clock import BackgroundTasks
 from jdisagg.errors import JdisaggError, UnavailableError
 from jdisagg.messages.ports import HandoffSource
 from jdisagg.messages.worker_status import KeptTier
 from jdisagg.plain import plain
 from jdisagg.request import CachedTokens
+from jdisagg.scheduler.host_blocks import TierBlock
 from jdisagg.scheduler.prices import Instead, Prices
 from jdisagg.scheduler.residency import Chain, Residency
+from jdisagg.scheduler.tails import Tail
 from jdisagg.telemetry import Counters
-from jdisagg.worker.background import BackgroundTasks
 
 _log = logging.getLogger(__name__)
 
@@ -51,6 +53,7 @@ class RestoreQuery:
         ahead_tokens: Number of tokens of other prompts that will be computed before this prompt.
         peer: Worker that holds the blocks according to the router's estimate; None if the router
             knows of no worker.
+        tail: The KV behind the blocks, which host memory may have; None if none is known.
     """
 
     chain: Chain
@@ -60,6 +63,7 @@ class RestoreQuery:
     peer_tokens: int = 0
     only: int | None = None
     instead: Instead = "compute"
+    tail: Tail | None = None
 
     @property
     def ranks(self) -> Sequence[int]:
@@ -86,6 +90,11 @@ class RestorePlan:
     peer: HandoffSource | None = None
     snapshot: bool = False
     instead: Instead = "compute"
+    tail: Tail | None = None
+
+    @property
+    def saving(self) -> float:
+        return self.source.prices.saving(self.moved_tokens, self.tokens, self.instead)
 
     @property
     def patience_seconds(self) -> float | None:
@@ -104,6 +113,7 @@ class Restore:
         origins: Origin (name of the source) of each verified block, by its index in the plan's
             chain.
         snapshot_owner: Temporary owner of the pages of the snapshot; None if none is restored.
+        held: The blocks that the source reads, by their index in the plan's chain.
         closing: Functions that keep background work of the source from writing to the pages.
     """
 
@@ -113,12 +123,14 @@ class Restore:
     owner: int | None = None
     task: "asyncio.Task[None] | None" = None
     closing: list[Callable[[], None]] = field(default_factory=list)
-    held: dict[int, object] = field(default_factory=dict)
+    held: dict[int, TierBlock] = field(default_factory=dict)
     origins: dict[int, Origin] = field(default_factory=dict)
     moved_tokens: int = 0
     snapshot_owner: int | None = None
-    snapshot: object = None
+    snapshot: TierBlock | None = None
     restored: bool = False
+    tail: TierBlock | None = None
+    tail_came: bool = False
 
     @property
     def blocks(self) -> int:
@@ -152,6 +164,7 @@ class KvSource(Protocol):
         name: Name of the source in usage reports and metrics.
         prices: Measured durations of restores from this source.
         most_restores: Largest number of simultaneous restores from this source.
+        least_chunk: Smallest number of tokens that a chunk computes.
         most_seconds: Longest duration of a restore in seconds while the speed of computing is not
             measured yet; None means no limit.
     """
@@ -160,11 +173,68 @@ class KvSource(Protocol):
     prices: Prices
     most_restores: int
     most_seconds: float | None
+    least_chunk: int = 0
 
     def worth(self, query: RestoreQuery) -> RestorePlan | None:
         """Returns a plan to restore blocks from this source to the best rank, or None if computing
         is faster. Does not start the restore."""
         ...
+
+    def plan(
+        self,
+        kept: Residency,
+        query: RestoreQuery,
+        runs: Mapping[int, Sequence[int]],
+        snapshot: Callable[[int], int | None],
+        ahead_tokens: int = 0,
+        tail: Callable[[RestoreQuery, int, int], Tail | None] = lambda query, end, rank: None,
+    ) -> RestorePlan | None:
+        """Plans a restore to the rank that has most blocks then. If hits need snapshots, it has a
+        snapshot at its end. Returns None if computing is faster.
+
+        Args:
+            runs: The blocks after those in pages that the source can restore to each rank. Each is
+                1 if the source must move it, and 0 if it moves without cost.
+            snapshot: Function that returns the number of tokens that the snapshot after a number of
+                blocks moves, or None if the source has none.
+            tail: Function that returns the tail after a number of blocks, for a rank.
+        """
+        chain, size = query.chain, kept.block_tokens
+        reach = {rank: query.known[rank] + len(run) for rank, run in runs.items()}
+        if kept.snapshots:
+            for rank, most in reach.items():
+                here, ends = kept.snapshots[rank], range(most, 0, -1)
+                usable = (
+                    end for end in ends if chain[end - 1] in here or snapshot(end) is not None
+                )
+                reach[rank] = next(usable, 0)
+        rank = max(reach, key=lambda one: (reach[one], query.known[one]))
+        end, known, moved_snapshot = reach[rank], query.known[rank], None
+        tokens, moved = (end - known) * size, sum(runs[rank][: max(0, end - known)]) * size
+        if kept.snapshots:
+            tokens = end * size - kept.cached_tokens(rank, chain[:end], end * size, True)
+            if tokens and chain[end - 1] not in kept.snapshots[rank]:
+                moved_snapshot = snapshot(end)
+        moved += moved_snapshot or 0
+        behind = tail(query, end, rank)
+        if behind is not None:
+            moved += behind.tokens
+            # with the tail nothing is left to compute, not even a small chunk
+            tokens += max(behind.tokens, self.least_chunk)
+        if not tokens or not self.prices.worth(moved, tokens + ahead_tokens, query.instead):
+            return None
+        return RestorePlan(
+            self,
+            rank,
+            chain[:end],
+            tokens,
+            moved,
+            ahead_tokens,
+            query.peer,
+            moved_snapshot is not None,
+            query.instead,
+            behind,
+        )
 
     def holding(self, restore: Restore) -> AbstractContextManager[None]:
         """Returns a context in which the blocks of a restore are not evicted. It must be entered
@@ -219,6 +289,9 @@ class KvSource(Protocol):
     def listed(self) -> Iterator[tuple[int, bytes, int, bool]]:
         """Yields (rank, name, index in sequence, in use) of blocks, least recently used first."""
         yield from ()
+
+    def let_go(self, owner: int) -> None:
+        """Writes nothing more to the pages of an owner. Idempotent."""
 
     def stop(self) -> None:
         """Cancels the source's background work."""
@@ -282,11 +355,11 @@ class KvSources:
 
     def best(self, query: RestoreQuery) -> RestorePlan | None:
         """Returns the plan that saves most time, or None if no restore is faster than computing."""
-        if not query.chain:
+        if not query.chain and query.tail is None:
             return None
         free = [one for one in self._sources if self._running[one.name] < one.most_restores]
         plans = [plan for source in free if (plan := source.worth(query)) is not None]
-        return max(plans, key=_saving, default=None)
+        return max(plans, key=lambda one: one.saving, default=None)
 
     def begin(
         self, plan: RestorePlan, restored: RestoredBlocks, done: Callable[[], None]
@@ -297,17 +370,17 @@ class KvSources:
 
     async def fill(
         self, query: RestoreQuery, owner: int, pages: tuple[int, ...], restored: RestoredBlocks
-    ) -> int:
+    ) -> tuple[int, bool]:
         """Restores blocks to pages that `owner` holds, if that is worthwhile. Ends at the restore's
         time limit (`RestorePlan.patience_seconds`), or when `let_go` is called.
 
         Returns:
             The number of leading blocks of the chain that are in the pages then, or 0 if nothing
-                was restored.
+                was restored; and whether the tail is behind them.
         """
         plan, epoch = self.best(query), self.kept.epoch
         if plan is None:
-            return 0
+            return 0, False
         restore = self._owned[owner] = Restore(plan, query.known[plan.rank], pages, owner)
         work = self._restore_in_time(plan, restored, lambda: None, restore)
         restore.task = self._tasks.spawn(work)
@@ -317,13 +390,17 @@ class KvSources:
             self.let_go(owner)
             raise
         known = self._owned.pop(owner, None) is not None and epoch == self.kept.epoch
-        return restore.blocks if known else 0
+        if not known:
+            return 0, False
+        return restore.blocks, restore.tail_came and restore.blocks == len(plan.chain)
 
     def let_go(self, owner: int) -> None:
         """Writes nothing more to the pages of an owner."""
         restore = self._owned.pop(owner, None)
         if restore is not None:
             restore.stop()
+        for source in self._sources:
+            source.let_go(owner)
 
     async def _restore_in_time(
         self,
@@ -409,7 +486,8 @@ class KvSources:
             at: restore.origins[at] for at in range(restore.first, restore.blocks)
         }
         if restored is not None:
-            restored.add(restore.plan.rank, came)
+            tail: dict[int, Origin] = {len(restore.plan.chain): "host"} if restore.tail_came else {}
+            restored.add(restore.plan.rank, came | tail)
         for origin, (blocks, tokens) in _RESTORED.items():
             count = sum([one == origin for one in came.values()])
             self._counters.add(blocks, count)
@@ -456,7 +534,3 @@ class KvSources:
         self._tasks.cancel()
         for source in self._sources:
             source.stop()
-
-
-def _saving(plan: RestorePlan) -> float:
-    return plan.source.prices.saving(plan.moved_tokens, plan.tokens, plan.instead)

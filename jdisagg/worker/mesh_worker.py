@@ -7,7 +7,7 @@ background task periodically ends expired leases and detects a mesh that hangs."
 import asyncio
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
 
 import msgspec
@@ -32,24 +32,23 @@ from jdisagg.messages.worker_status import WorkerRole, WorkerStatus
 from jdisagg.request import Request
 from jdisagg.scheduler.decode_state import DecodeState
 from jdisagg.scheduler.executor import Executor, InterruptibleExecutor
-from jdisagg.scheduler.host_blocks import MOST_WRITING, MOST_WRITING_OF_DECODE, TierRoom
+from jdisagg.scheduler.host_blocks import TierRoom
 from jdisagg.scheduler.kept_events import KeptEvents
+from jdisagg.scheduler.page_ledger import pages_for
 from jdisagg.scheduler.prices import Prices
 from jdisagg.scheduler.prompts import Attempts
 from jdisagg.scheduler.residency import BlockNames
 from jdisagg.scheduler.turn import Scheduler
 from jdisagg.telemetry import Counters
 from jdisagg.worker.adapter_loads import AdapterLoads
-from jdisagg.worker.background import SideCalls
 from jdisagg.worker.cached_kv import CachedKv, KeptBlock
 from jdisagg.worker.disk_tier import DiskTier
 from jdisagg.worker.given_kv import GivenKv
 from jdisagg.worker.host_tier import HostTier
-from jdisagg.worker.incoming_kv import IncomingKv
+from jdisagg.worker.incoming_kv import IncomingKv, KvEvents
 from jdisagg.worker.kv_sources import KvSource, KvSources
 from jdisagg.worker.outgoing_kv import OutgoingHandoff, OutgoingKv
-from jdisagg.worker.peer_fetch import PeerFetch
-from jdisagg.worker.peers import PeerResolver, Peers, hello_of
+from jdisagg.worker.peers import PeerResolver, Peers, SideCalls, hello_of
 from jdisagg.worker.session_kv import SessionKv
 from jdisagg.worker.step_loop import DEPTH, StepLoop
 from jdisagg.worker.weights_updates import ServedWeights, WeightsUpdates
@@ -90,7 +89,7 @@ class WorkerContext:
     tuning: str = ""
 
 
-class MeshWorker(ABC):
+class MeshWorker(KvEvents, ABC):
     """The base of `Worker`. Answers calls of other workers (`PeerPort`).
 
     Attributes:
@@ -100,8 +99,6 @@ class MeshWorker(ABC):
         peers: Function that returns the interface of another worker, from which KV is received.
         fetches: Whether cached KV may be fetched from other workers.
     """
-
-    _incoming: IncomingKv
 
     def __init__(
         self,
@@ -132,9 +129,8 @@ class MeshWorker(ABC):
             self._break_down,
             self._clock.now,
             depth,
-            before=lambda: self._host.copy_evicted(),
+            before=self._copy_evicted,
         )
-        self._connections: list[Peers] = []
         self._calls = SideCalls(self.counters, limits.timeouts.handoff)
         self._hello = hello_of(
             context.name,
@@ -159,53 +155,54 @@ class MeshWorker(ABC):
         self._attempts = Attempts()
         self._grammars: GrammarCompiler | None = None
         self._sweeping: asyncio.Task[None] | None = None
-        self._draining = False
+        self._draining = self._changing = False
         self._quiet = asyncio.Event()
         self._state = DecodeState(mesh, context.names, self._adapters.table)
         self._kept = self._state.residency
         interruptible = isinstance(executor, InterruptibleExecutor)
-        self._interruptible = executor if role.decodes and interruptible else None
+        self._interruptible = executor if interruptible else None
         spans = self._interruptible is not None
         ids = context.ids
         self._scheduler = Scheduler(
             self._state, config, role, spans, ids, time.thread_time, self.counters
         )
         self._prompts, self._admission = self._scheduler.prompts, self._scheduler.admission
-        self._peers = self._connect(peers, config.codec)
-        self._sources = self._find_sources(peers if fetches else None)
-        tiers, instead = (self._host, self._disk), "compute" if role.computes else "receive"
+        timeouts, now = limits.timeouts.handoff, self._clock.now
+        self._peers = Peers(
+            peers, self._hello, self._loop, config.codec, now, timeouts, self._calls
+        )
+        self._sources = self._find_sources(fetches)
+        tiers = self._host, self._disk
         self._sessions = SessionKv(
-            self.name, self._kept, self._sources, *tiers, instead, self._clock.now
+            self.name, self._kept, self._sources, *tiers, role, self._clock.now
         )
         self._given = GivenKv(
-            self._sources, self._outgoing, self._loop, mesh, ids, self.counters, role.decodes
+            self._sources, self._outgoing, self._loop, mesh, ids, self.counters, role
         )
         # a reset of all workers may take this long
         closed_seconds = limits.timeouts.request.status_seconds
         self._cache = CachedKv(self._sources, self._given, mesh, self.counters, closed_seconds)
 
-    def _connect(self, peers: PeerResolver, codec: str) -> Peers:
-        timeouts, now = self._limits.timeouts.handoff, self._clock.now
-        made = Peers(peers, self._hello, self._loop, codec, now, timeouts, self._calls)
-        self._connections.append(made)
-        return made
-
-    def _find_sources(self, peers: PeerResolver | None) -> KvSources:
+    def _find_sources(self, fetches: bool) -> KvSources:
         kept, loop, mesh, now = self._kept, self._loop, self._mesh, self._clock.now
         ids, room, decodes = self._context.ids, self._context.tiers, self._decodes
         if decodes and kept.snapshots:  # their blocks are of use only with a snapshot
-            peers, room = None, TierRoom()
-        most_writing = MOST_WRITING_OF_DECODE if decodes else MOST_WRITING
-        self._host = HostTier(kept, loop, mesh, room, ids, self.counters, most_writing)
+            fetches, room = False, TierRoom()
+        self._host = HostTier(kept, loop, mesh, room, ids, self.counters, self.role)
         self._disk = DiskTier(kept, loop, self._host, room, self.counters, now)
         sources: list[KvSource] = [tier for tier in (self._host, self._disk) if tier.on]
         # without these, windows or state that arrive with blocks could not be stored
         has_place = not mesh.ring_pages and (kept.snapshots or not mesh.kv_spec.has_state)
-        if peers is not None and kept.on and has_place:
-            connected, prices = self._connect(peers, "none"), Prices(room.always)
-            fetch = PeerFetch(kept, loop, mesh, connected, self._limits, prices, self.counters)
-            sources.append(fetch)
+        prices = Prices(room.always) if fetches and kept.on and has_place else None
+        self._incoming = IncomingKv(
+            self._state, loop, self._peers, self._limits, self.counters, events=self, fetches=prices
+        )
+        sources.append(self._incoming)
         return KvSources(kept, mesh.page_size, self.counters, now, sources, self._admission.spares)
+
+    def _copy_evicted(self) -> None:
+        if self._kept.evicted or self._kept.snapshots:
+            self._host.copy_evicted()
 
     # ---- from start to stop
 
@@ -250,6 +247,42 @@ class MeshWorker(ABC):
                 UnavailableError(f"worker {self.name!r} shuts down; its time to drain is over")
             )
 
+    async def change_role(
+        self,
+        role: WorkerRole,
+        drain_seconds: float,
+        prepare: Callable[[tuple[tuple[int, ...], ...]], Awaitable[None]],
+        scratch_tokens: int = 0,
+    ) -> None:
+        """Drains the worker, then goes on in another role on the same mesh, with the cached KV that
+        it has. If `prepare` raises an error, or this call is cancelled, the role stays.
+
+        Args:
+            prepare: Function that is called when no work is left. It may overwrite the pages that
+                it is given, which are some of each dp rank.
+            scratch_tokens: Number of positions that these pages should hold.
+        """
+        self._changing = True
+        ledgers, owner = self._state.ledgers, self._state.new_key()
+        try:
+            await self.drain(drain_seconds)
+            count = pages_for(scratch_tokens, self._mesh.page_size)
+            for ledger in ledgers:
+                ledger.reserve(owner, min(count, ledger.free_pages))
+            self._host.copy_evicted()
+            try:
+                await prepare(tuple([ledger.pages(owner) for ledger in ledgers]))
+            finally:
+                for ledger in ledgers:
+                    ledger.free(owner)
+            self.role = role
+            self._decodes, self._computes = role.decodes, role.computes
+            for part in (self._scheduler, self._host, self._sessions, self._given):
+                part.take_role(role)
+        finally:
+            self._changing = self._draining = False
+            self._loop.wake()
+
     def _break_down(self, error: UnavailableError) -> None:
         self.counters.add("mesh_failures")
         self._end_everything(error)
@@ -259,10 +292,10 @@ class MeshWorker(ABC):
 
     async def _keep_sweeping(self) -> None:
         limits = self._limits
-        lease = limits.handoff_lease_seconds
-        if self._decodes:
-            lease = min(lease, limits.reservation_lease_seconds)
         while True:
+            lease = limits.handoff_lease_seconds
+            if self._decodes:
+                lease = min(lease, limits.reservation_lease_seconds)
             await self._clock.sleep(min(lease / 4, limits.timeouts.handoff.sweep_seconds))
             try:
                 self._sweep(self._clock.now())
@@ -340,7 +373,7 @@ class MeshWorker(ABC):
     def _check_serving(self, children: tuple[Child, ...]) -> None:
         self._loop.check()
         self._check_awake()
-        if self._draining and not any(child.accepted for child in children):
+        if self._changing or (self._draining and not any(child.accepted for child in children)):
             raise UnavailableError(
                 f"worker {self.name!r} is draining and takes no new requests; try another",
                 retry_after_seconds=1.0,
@@ -354,8 +387,7 @@ class MeshWorker(ABC):
         self._kept.rename(identity)
         self._hello = msgspec.structs.replace(self._hello, weights=identity)
         self._outgoing.introduce(self._hello)
-        for peers in self._connections:
-            peers.introduce(self._hello)
+        self._peers.introduce(self._hello)
         reason = f"worker {self.name!r} changed its weights, or sleeps"
         self._outgoing.end_all(HandoffError(reason))
         self._end_old(keep)
@@ -398,7 +430,7 @@ class MeshWorker(ABC):
             name=self.name,
             role=self.role,
             layout=self._layout,
-            running=len(self._prompts.placed),
+            running=sum(state.living) if self._decodes else len(self._prompts.placed),
             waiting=len(self._admission.queue),
             slots=mesh.ranks * mesh.rows_per_chunk,
             free_pages=tuple([ledger.free_pages for ledger in state.ledgers]),
@@ -414,7 +446,7 @@ class MeshWorker(ABC):
             kept=self._cache.tiers(),
             kv_channels=context.kv_channels(),
             times=context.times(),
-            links=tuple([link for peers in self._connections for link in peers.meter.links()]),
+            links=self._peers.meter.links(),
             kernels=context.kernels,
             adapter_slots=mesh.adapters,
             adapters=self._adapters.table.loaded,
@@ -429,7 +461,6 @@ class MeshWorker(ABC):
             return status
         return msgspec.structs.replace(
             status,
-            running=sum(state.living),
             slots=mesh.ranks * mesh.slots_per_rank,
             preemptions=state.preemptions,
             reserved_pages=state.reserved_pages(),

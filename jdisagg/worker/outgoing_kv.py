@@ -7,25 +7,18 @@ heartbeats. `sweep` ends hand-offs whose lease has expired."""
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 
 from jdisagg.clock import Clock
 from jdisagg.config import LimitsConfig
 from jdisagg.errors import HandoffError, JdisaggError, UnavailableError
 from jdisagg.layout.kv_spec import KvKind
 from jdisagg.messages.ports import HandoffEnd, Offer, OfferChecksum, PeerHello, PeerMessage
-from jdisagg.messages.step_commands import (
-    BlockChecksum,
-    ExtractBlock,
-    ExtractResult,
-    ReleaseOffers,
-    StepResult,
-)
-from jdisagg.scheduler.blocks import split_blocks
+from jdisagg.messages.step_commands import BlockChecksum, ExtractResult, ReleaseOffers, StepResult
 from jdisagg.scheduler.executor import MeshLimits
 from jdisagg.scheduler.handoff import Handoff, HandoffEvent, HandoffState, sweep
-from jdisagg.scheduler.page_ledger import pages_for
 from jdisagg.telemetry import Counters
+from jdisagg.worker.block_moves import extraction, state_weight
 from jdisagg.worker.peers import check_hello
 from jdisagg.worker.step_loop import StepLoop
 
@@ -45,7 +38,7 @@ class OutgoingHandoff:
         self.acknowledgements = 0
         self.has_receiver = asyncio.Event()
         self.error: JdisaggError | None = None
-        self._handoff = Handoff(handoff_id, HandoffState.COMPUTING, until)
+        self.handoff = Handoff(handoff_id, HandoffState.COMPUTING, until)
         self._outstanding: dict[int, int] = {}
         self._offers = 0
         self._messages: list[PeerMessage] = []
@@ -53,24 +46,16 @@ class OutgoingHandoff:
 
     @property
     def handoff_id(self) -> int:
-        return self._handoff.handoff_id
-
-    @property
-    def handoff(self) -> Handoff:
-        return self._handoff
-
-    @property
-    def has_outstanding(self) -> bool:
-        return bool(self._outstanding)
+        return self.handoff.handoff_id
 
     @property
     def over(self) -> bool:
-        return self._handoff.state.final
+        return self.handoff.state.final
 
     def advance(self, event: HandoffEvent, deadline: float | None = None) -> None:
         """`deadline` is the deadline of the new state; None keeps the old deadline."""
-        until = self._handoff.deadline if deadline is None else min(deadline, self.until)
-        self._handoff = self._handoff.advance(event, until)
+        until = self.handoff.deadline if deadline is None else min(deadline, self.until)
+        self.handoff = self.handoff.advance(event, until)
 
     def announce(self, offers: Iterable[Offer], weight_tokens: int = 0) -> None:
         """Publishes offers to the receiver. `weight_tokens`: number of unfetched tokens that each
@@ -100,7 +85,7 @@ class OutgoingHandoff:
         self.acknowledgements += 1
         fetched = tuple([offer_id for offer_id in offer_ids if self._take(offer_id)])
         if fetched or not offer_ids:
-            self._handoff = self._handoff.renew(min(deadline, self.until))
+            self.handoff = self.handoff.renew(min(deadline, self.until))
         self._advance_if_fetched()
         return fetched
 
@@ -115,7 +100,7 @@ class OutgoingHandoff:
 
     def expect_receiver(self, deadline: float) -> None:
         """Records that a receiver connected. Its next message must arrive by `deadline`."""
-        self._handoff = self._handoff.expect(min(deadline, self.until))
+        self.handoff = self.handoff.expect(min(deadline, self.until))
 
     async def message(self, number: int) -> PeerMessage:
         """Waits for message `number`, counted from 0, and returns it. Raises the error that aborted
@@ -130,7 +115,7 @@ class OutgoingHandoff:
             await self._changed.wait()
 
     def _advance_if_fetched(self) -> None:
-        if not self._outstanding and self._handoff.state is HandoffState.OFFERED:
+        if not self._outstanding and self.handoff.state is HandoffState.OFFERED:
             self.advance(HandoffEvent.ALL_ACKED)
 
     def _take(self, offer_id: int) -> bool:
@@ -197,7 +182,8 @@ class OutgoingKv:
         """Offers a block of pages, and issues its extraction. When this has ended, its checksum is
         announced. For recurrent state, `pages` has only the state slot."""
         key, number = self._hello.checksum_key, self._loop.next_number()
-        handoff.announce((offer,), offer_weight(self._mesh, offer))
+        weight = state_weight(self._mesh) if offer.kind is KvKind.STATE else 0
+        handoff.announce((offer,), weight)
         command = extraction(number, offer, pages, self._mesh.page_size, key)
         extracting = self._loop.submit(command)
 
@@ -309,88 +295,3 @@ class OutgoingKv:
         self._handoffs.pop(handoff.handoff_id, None)
         self._over.append(handoff.handoff_id)
         self._ended(handoff, error)
-
-
-def offers_of_pages(
-    limits: MeshLimits,
-    rank: int,
-    start: int,
-    end: int,
-    new_id: Callable[[], int],
-    kind: KvKind = KvKind.POSITIONS,
-) -> Iterator[Offer]:
-    """`kind` selects ordinary or separately sent sliding-window layers."""
-    largest = limits.chunk_buckets[-1]
-    bands = limits.window_bands if kind is KvKind.WINDOW else limits.bands
-    for first in range(start, end, largest):
-        for at, block_tokens, valid_tokens in split_blocks(
-            min(largest, end - first), limits.granule_tokens, limits.whole_blocks
-        ):
-            for band in bands(block_tokens):
-                yield Offer(
-                    offer_id=new_id(),
-                    group=band.start,
-                    groups=len(band),
-                    start=first + at,
-                    valid_tokens=valid_tokens,
-                    block_tokens=block_tokens,
-                    rank=rank,
-                    kind=kind,
-                )
-
-
-def window_offers(
-    limits: MeshLimits, rank: int, end: int, new_id: Callable[[], int]
-) -> Iterator[Offer]:
-    if not limits.windows_apart:
-        return
-    yield from offers_of_pages(limits, rank, limits.seen_from(end), end, new_id, KvKind.WINDOW)
-
-
-def state_offers(limits: MeshLimits, rank: int, new_id: Callable[[], int]) -> tuple[Offer, ...]:
-    if not limits.kv_spec.has_state:
-        return ()
-    return (
-        Offer(
-            new_id(), group=0, start=0, valid_tokens=1, block_tokens=1, rank=rank, kind=KvKind.STATE
-        ),
-    )
-
-
-def snapshot_offers(
-    limits: MeshLimits, rank: int, end: int, new_id: Callable[[], int]
-) -> tuple[Offer, ...]:
-    windows = window_offers(limits, rank, end, new_id)
-    return (*state_offers(limits, rank, new_id), *windows)
-
-
-def offer_weight(limits: MeshLimits, offer: Offer) -> int:
-    """Returns 0 for all offers without recurrent state, because their own tokens are counted."""
-    return state_weight(limits) if offer.kind is KvKind.STATE else 0
-
-
-def state_weight(limits: MeshLimits) -> int:
-    """Returns the size of a recurrent state as an equivalent number of KV tokens times layer
-    groups, comparable with the weights of other offers."""
-    spec = limits.kv_spec
-    return limits.layer_groups * -(-spec.state.bytes_per_token // spec.bytes_per_token)
-
-
-def extraction(
-    step: int, offer: Offer, pages: Sequence[int], page_size: int, checksum_key: int
-) -> ExtractBlock:
-    """For recurrent state, `pages` has only the state slot."""
-    covered = pages_for(offer.start + offer.valid_tokens, page_size)
-    return ExtractBlock(
-        step=step,
-        offer_id=offer.offer_id,
-        rank=offer.rank,
-        group=offer.group,
-        groups=offer.groups,
-        start=offer.start,
-        valid_tokens=offer.valid_tokens,
-        block_tokens=offer.block_tokens,
-        pages=tuple(pages[:covered]),
-        checksum_key=checksum_key,
-        kind=offer.kind,
-    )

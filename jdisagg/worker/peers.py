@@ -9,14 +9,15 @@ Page size and layout may differ between two workers. Protocol, model, weights, K
 block sizes and data-plane transports must be equal."""
 
 import asyncio
+import contextlib
 import logging
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Collection
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection
 from dataclasses import dataclass, replace
 from itertools import groupby
 
-from jdisagg.clock import limit
-from jdisagg.errors import HandoffError, IncompatiblePeerError
+from jdisagg.clock import BackgroundTasks, limit
+from jdisagg.errors import HandoffError, IncompatiblePeerError, JdisaggError
 from jdisagg.layout.kv_spec import KVLayer
 from jdisagg.layout.mesh_card import MeshCard
 from jdisagg.messages.packed import OLDEST, PROTOCOL, compatible
@@ -26,7 +27,7 @@ from jdisagg.messages.worker_status import LinkTimes
 from jdisagg.scheduler.executor import MeshLimits
 from jdisagg.scheduler.prices import MovePrice
 from jdisagg.settings.timeouts import HandoffTimeouts
-from jdisagg.worker.background import SideCalls
+from jdisagg.telemetry import Counters
 from jdisagg.worker.step_loop import StepLoop
 
 log = logging.getLogger(__name__)
@@ -158,6 +159,42 @@ class LinkShare:
                 turn.set_result(None)
 
 
+class SideCalls:
+    def __init__(self, counters: Counters, timeouts: HandoffTimeouts) -> None:
+        self._counters = counters
+        self._timeouts = timeouts
+        self._tasks = BackgroundTasks()
+        self._stopping = asyncio.Event()
+
+    def send(self, message: Callable[[], Awaitable[None]]) -> None:
+        self._tasks.spawn(self._send(message))
+
+    def send_until_received(self, message: Callable[[], Awaitable[None]]) -> None:
+        self._tasks.spawn(self._send_again(message))
+
+    async def stop(self) -> None:
+        self._stopping.set()
+        await self._tasks.ended()
+
+    async def _send_again(self, message: Callable[[], Awaitable[None]]) -> None:
+        for _ in range(self._timeouts.abort_tries):
+            if await self._send(message):
+                return
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self._timeouts.abort_pause_seconds):
+                    await self._stopping.wait()
+                    return
+
+    async def _send(self, message: Callable[[], Awaitable[None]]) -> bool:
+        try:
+            with limit(self._timeouts.call_seconds):
+                await message()
+        except (JdisaggError, TimeoutError):
+            self._counters.add("messages_to_senders_lost")
+            return False
+        return True
+
+
 class SenderLine:
     """Sends the messages of one hand-off's receiver to its sender: acknowledgements, heartbeats,
     aborts. They are sent in the background. A lost acknowledgement is repeated after the next
@@ -171,8 +208,10 @@ class SenderLine:
         attempt: int,
         calls: SideCalls,
         meter: LinkMeter,
+        share: LinkShare,
     ) -> None:
         self.peer = peer
+        self.share = share
         self.source = source
         self.link = PeerLink()
         self._attempt = attempt
@@ -270,12 +309,10 @@ class Peers:
     def own_name(self) -> str:
         return self._hello.worker
 
-    def share(self, worker: str) -> LinkShare:
-        return self._shares.setdefault(worker, LinkShare())
-
     def line_to(self, source: HandoffSource, attempt: int) -> SenderLine:
         """Raises HandoffError if the worker is unknown."""
-        return SenderLine(self.find(source), source, attempt, self.calls, self.meter)
+        share = self._shares.setdefault(source.worker, LinkShare())
+        return SenderLine(self.find(source), source, attempt, self.calls, self.meter, share)
 
     async def greet(self, source: HandoffSource, port: PeerPort) -> PeerLink:
         """Exchanges hellos with a peer and connects to it. Returns the connection, which is reused

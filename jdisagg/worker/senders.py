@@ -28,7 +28,8 @@ from jdisagg.scheduler.decode_state import DecodeState
 from jdisagg.scheduler.sequences import Sequence, SequenceGroup, Stage
 from jdisagg.settings.timeouts import HandoffTimeouts
 from jdisagg.telemetry import Counters
-from jdisagg.worker.outgoing_kv import OutgoingHandoff, OutgoingKv, offers_of_pages, snapshot_offers
+from jdisagg.worker.block_moves import offers_of_pages, snapshot_offers
+from jdisagg.worker.outgoing_kv import OutgoingHandoff, OutgoingKv
 from jdisagg.worker.step_loop import StepLoop
 from jdisagg.worker.tasks import PromptTask
 
@@ -51,7 +52,7 @@ class PromptSender:
         self._loop = loop
         self._ids = ids
         self._key = checksum_key
-        self._unsent: deque[PromptTask] = deque()  # whose last chunk is issued
+        self.unsent: deque[PromptTask] = deque()  # whose last chunk is issued
 
     def announce(
         self, chunk: PrefillChunk, tasks: Mapping[int, PromptTask], now: float
@@ -69,7 +70,7 @@ class PromptSender:
             task.handoff.announce(_offers_of_row(row))
             if row.samples:
                 task.extracting = 1  # until it is known how many
-                self._unsent.append(task)
+                self.unsent.append(task)
         return msgspec.structs.replace(chunk, checksum_key=self._key) if sent else chunk
 
     def computed(
@@ -85,8 +86,8 @@ class PromptSender:
 
     def send_cached(self) -> None:
         """Offers the cached positions of the prompts whose last chunk is issued."""
-        while self._unsent:
-            self._send_cached(self._unsent.popleft())
+        while self.unsent:
+            self._send_cached(self.unsent.popleft())
 
     def _send_cached(self, task: PromptTask) -> None:
         prompt, handoff, limits = task.prompt, task.handoff, self._state.limits
@@ -100,7 +101,9 @@ class PromptSender:
             offers += snapshot_offers(limits, prompt.rank, prompt.tokens, self._ids)
         task.extracting += len(offers) - 1
         for offer in offers:
-            pages = self._state.room.place(offer.kind, prompt.rank, prompt.key, prompt.pages)
+            pages = prompt.pages
+            if offer.kind is not KvKind.POSITIONS:
+                pages = self._state.room.place(offer.kind, prompt.rank, prompt.key, prompt.tokens)
             extracting = self._outgoing.extract(handoff, offer, pages)
             extracting.add_done_callback(functools.partial(self._extracted, task))
         self.end_if_done(task)
@@ -178,7 +181,8 @@ class MigrationSender:
         return handoff.handoff_id
 
     def poke(self) -> None:
-        self._changed.set()
+        if self._migrations:
+            self._changed.set()
 
     def abort(self, key: int, reason: str) -> None:
         migration = self._migrations.get(key)
@@ -231,7 +235,7 @@ class MigrationSender:
                 break
             await self._offer(child, handoff, sent, whole)
             sent = whole
-            await self._wait(lambda: not handoff.has_outstanding)
+            await self._wait(lambda: not handoff.outstanding_tokens)
         return sent
 
     async def _heartbeat(self, handoff: OutgoingHandoff, known: int) -> None:
@@ -253,13 +257,10 @@ class MigrationSender:
 
     async def _offer_whole(self, child: Sequence, handoff: OutgoingHandoff) -> None:
         """Windows and recurrent state change with each step, so they are sent last."""
-        limits, rank = self._state.limits, child.rank
-        slot = self._state.states.slot(rank, child.key)
-        extracts: list[asyncio.Future[StepResult]] = []
-        for offer in snapshot_offers(limits, rank, child.position, self._ids):
-            pages = limits.ring(slot, child.position) if offer.kind is KvKind.WINDOW else (slot,)
-            extracts.append(self._outgoing.extract(handoff, offer, pages))
-        await self._sent(extracts)
+        rank, end, place = child.rank, child.position, self._state.room.place
+        offers = snapshot_offers(self._state.limits, rank, end, self._ids)
+        places = [(one, place(one.kind, rank, child.key, end)) for one in offers]
+        await self._sent([self._outgoing.extract(handoff, *one) for one in places])
 
     async def _sent(self, extracts: "list[asyncio.Future[StepResult]]") -> None:
         await asyncio.gather(*map(asyncio.shield, extracts))

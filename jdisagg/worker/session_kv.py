@@ -9,22 +9,18 @@ alternative (`KvSources.best`). Models whose cache hits need snapshots are left 
 import asyncio
 from collections.abc import Callable
 
+from jdisagg.clock import BackgroundTasks
 from jdisagg.messages.ports import SessionAction, SessionCall, SessionReport
+from jdisagg.messages.worker_status import WorkerRole
 from jdisagg.scheduler.prices import Instead
 from jdisagg.scheduler.residency import Residency
 from jdisagg.scheduler.retention import KeptSession
-from jdisagg.worker.background import BackgroundTasks
 from jdisagg.worker.disk_tier import DiskTier
 from jdisagg.worker.host_tier import HostTier
 from jdisagg.worker.kv_sources import KvSources, RestoredBlocks, RestoreQuery
 
 
 class SessionKv:
-    """Args:
-    worker: Name of the worker.
-    instead: What a prompt needs for KV that is not restored.
-    """
-
     def __init__(
         self,
         worker: str,
@@ -32,7 +28,7 @@ class SessionKv:
         sources: KvSources,
         host: HostTier,
         disk: DiskTier,
-        instead: Instead,
+        role: WorkerRole,
         now: Callable[[], float],
     ) -> None:
         self._worker = worker
@@ -41,9 +37,13 @@ class SessionKv:
         self._host = host
         self._disk = disk
         self._now = now
-        self._instead: Instead = instead
         self._tasks = BackgroundTasks()
         self._restoring = asyncio.Lock()  # one session at a time, so that prompts may restore, too
+        self.take_role(role)
+
+    def take_role(self, role: WorkerRole) -> None:
+        # what a prompt needs for KV that is not restored
+        self._instead: Instead = "compute" if role.computes else "receive"
 
     def sweep(self, now: float) -> None:
         kept = self._kept
@@ -75,7 +75,7 @@ class SessionKv:
         kept, chain, now = self._kept, session.chain, self._now()
         in_pages = [name for name in chain if any(name in tree for tree in kept.trees)]
         in_host = [name for name in chain if self._host.blocks.arrived(name) is not None]
-        on_disk = list(filter(self._disk.blocks.readable, chain))
+        on_disk = list(filter(self._disk.blocks.arrived, chain))
         tokens = [len(found) * kept.block_tokens for found in (chain, in_pages, in_host, on_disk)]
         return SessionReport(
             self._worker,
@@ -103,7 +103,7 @@ class SessionKv:
                     block = await self._host.copied(rank, name, index)
                     if session.pause_until != until:
                         return
-                    if block and block.pieces[0].offer.rank == rank and name in session.own:
+                    if block and block.rank == rank and name in session.own:
                         self._kept.demote(rank, name)
 
     async def _restore(self, session: KeptSession) -> None:

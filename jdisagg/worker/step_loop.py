@@ -102,11 +102,9 @@ class StepLoop:
         self._steps += 1
         return self._steps
 
-    def in_flight(self, kind: type) -> bool:
-        return any([isinstance(command, kind) for command, *_ in self._flight])
-
     def newest(self, kind: type) -> int:
-        for command, *_ in reversed(self._flight):
+        """Returns the number of the newest command of this kind in flight; 0 if there is none."""
+        for command, _, _ in reversed(self._flight):
             if isinstance(command, kind):
                 return command.step
         return 0

@@ -8,7 +8,7 @@ ends expired groups."""
 
 import asyncio
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from jdisagg.clock import Mailbox
 from jdisagg.errors import (
@@ -133,18 +133,29 @@ class PromptTask:
         arrival: float,
         block_tokens: int,
         computes: bool,
+        appends: bool,
+        continues: bool,
     ) -> "PromptTask":
-        """`computes`: whether the mesh computes every prompt."""
-        prompt, handoff = Prompt(key, call.request, call.children, arrival, call.attempt), None
+        """
+        Args:
+            computes: Whether the mesh computes every prompt.
+            appends: Whether the mesh computes what the router leaves to it.
+            continues: Whether sequences that gave way may go on with a decode step.
+        """
+        request, children, attempt = call.request, call.children, call.attempt
+        handoff = since = None
         if isinstance(call, PrefillCall):
-            until, destination = now + call.deadline_seconds, call.destination
-            handoff = OutgoingHandoff(call.handoff_id, call.attempt, key, until, destination)
-            prompt.decodes, prompt.destination = False, destination
-            prompt.offers_from = call.from_token if destination else None
+            until, to = now + call.deadline_seconds, call.destination
+            handoff = OutgoingHandoff(call.handoff_id, attempt, key, until, to)
+            prompt = Prompt(key, request, children, arrival, attempt, decodes=False, destination=to)
+            prompt.offers_from = call.from_token if to else None
         else:
-            prompt.computes = call.computes or computes
             if call.aside_seconds is not None:
-                prompt.since = arrival + max(0.0, call.age_seconds - call.aside_seconds)
+                since = arrival + max(0.0, call.age_seconds - call.aside_seconds)
+            may = computes or call.computes
+            computes = computes or (call.computes and appends)
+            prompt = Prompt(key, request, children, arrival, attempt, computes, since=since)
+            prompt.continues = continues and may and bool(children[0].accepted)
         answer = asyncio.get_running_loop().create_future()
         return cls(prompt, call, RestoredBlocks(block_tokens), now, answer, handoff)
 
@@ -153,7 +164,25 @@ class PromptTask:
         """Asks the sources of KV for the blocks of the prompt that are not in pages."""
         prompt, call = self.prompt, self.call
         hinted = min(call.peer_tokens, prompt.most_known)
-        return RestoreQuery(prompt.useful, prompt.known, 0, call.peer, hinted)
+        return RestoreQuery(prompt.useful, prompt.known, 0, call.peer, hinted, tail=prompt.tail)
+
+    def query_of(self, group: SequenceGroup, ranks: int, block_tokens: int) -> RestoreQuery:
+        """Returns the query for the pages of its sequences."""
+        known = [0] * ranks
+        known[group.rank] = group.cached_tokens // block_tokens
+        # a prefill worker would have to compute the accepted tokens before it sends their KV
+        computes = self.prompt.computes or self.prompt.children[0].accepted
+        instead = "compute" if computes else "receive"
+        return replace(self.query, known=tuple(known), only=group.rank, instead=instead)
+
+    def reply(self, firsts: tuple[FirstToken, ...], now: float) -> PrefillReply:
+        prompt, started = self.prompt, self.started_at
+        assert started is not None, "its rows were planned"
+        # tokens that an earlier attempt generated are left out
+        known = min(prompt.cached_tokens, len(prompt.request.prompt_token_ids))
+        cached = self.restored.split(prompt.rank, known)
+        waited, took = started - self.queued_at, now - started
+        return PrefillReply(firsts, waited, took, cached, prompt.all_scores)
 
     def fail(self, error: JdisaggError) -> None:
         if not self.answer.done():
@@ -185,9 +214,12 @@ class PromptTasks(dict[int, PromptTask]):
         Args:
             groups: Sequences by the keys of their prompts.
         """
-        indices = {child.index for child in call.children}
         superseded: list[PromptTask] = []
-        for key, task in self._of_request.get(call.request.identity, {}).items():
+        tasks = self._of_request.get(call.request.identity)
+        if tasks is None:
+            return superseded
+        indices = {child.index for child in call.children}
+        for key, task in tasks.items():
             children: set[int] = set()
             if (group := groups.get(key)) is not None:
                 children = {child.child for child in group.alive}

@@ -9,7 +9,8 @@
 
 A role is two flags (`WorkerRole`). A worker that only computes is a prefill worker, and sends the
 KV. One that only decodes is a decode worker: it computes what the router leaves to it, and receives
-the rest. A mixed worker does both.
+the rest. A mixed worker does both. A prefill or decode worker changes its role by these flags when
+its work has ended or moved (`change_role`).
 
 The worker takes a turn of its scheduler (`scheduler/turn.py`) after each event and carries it out.
 Only the scheduler assigns pages and chooses batches. State changes only on the event loop and
@@ -59,10 +60,9 @@ from jdisagg.request import FinishReason, Request
 from jdisagg.scheduler.executor import Executor
 from jdisagg.scheduler.handoff import HandoffEvent, HandoffState
 from jdisagg.scheduler.prompts import check_queue
-from jdisagg.scheduler.sequences import ChildProgress, Prompt, SequenceGroup, Stage
+from jdisagg.scheduler.sequences import ChildProgress, SequenceGroup, Stage
 from jdisagg.scheduler.turn import Facts, Turn
 from jdisagg.worker.incoming_handoff import Received
-from jdisagg.worker.incoming_kv import IncomingKv
 from jdisagg.worker.mesh_worker import MeshWorker, WorkerContext
 from jdisagg.worker.outgoing_kv import OutgoingHandoff
 from jdisagg.worker.peers import PeerResolver
@@ -89,7 +89,6 @@ class Worker(MeshWorker):
         self._tasks = PromptTasks()
         state, loop, ids = self._state, self._loop, context.ids
         timeouts, key = limits.timeouts.handoff, self._hello.checksum_key
-        self._incoming = IncomingKv(state, loop, self._peers, limits, self.counters, events=self)
         self._migration = MigrationSender(state, self._outgoing, loop, ids, timeouts, self.counters)
         self._sender = PromptSender(state, self._admission, self._outgoing, loop, ids, key)
 
@@ -101,33 +100,33 @@ class Worker(MeshWorker):
         prompts = self._prompts
         for prompt in prompts.take_released() if prompts.released else ():
             self._seek(self._tasks[prompt.key])
-        self._sender.send_cached()
-        command = None
-        if not self._scheduler.idle(step is None or self._loop.in_flight(DecodeSteps)):
-            turn = self._scheduler.turn(self._facts(step))
+        if self._sender.unsent:
+            self._sender.send_cached()
+        newest, command = self._loop.newest(DecodeSteps) if self._decodes else 0, None
+        if not self._scheduler.idle(step is None or newest > 0):
+            turn = self._scheduler.turn(self._facts(step, newest))
             for copies in turn.copies:
                 self._loop.fire(CopyPages(self._loop.next_number(), (), copies))
             command = self._carry_out(turn)
         if command is None:
-            self._host.copy_evicted()  # otherwise before the command
+            self._copy_evicted()  # otherwise before the command
         if prompts.released:
             self._loop.wake()
         if self._draining:
             self._quiet.set()
         return command
 
-    def _facts(self, step: int | None) -> Facts:
-        decodes, loop, now = self._decodes, self._loop, self._clock.now()
-        spans = self._interruptible is not None
-        newest = loop.newest(DecodeSteps) if step is not None and decodes else 0
-        works = not decodes and (self._admission.queue or self._prompts)
+    def _facts(self, step: int | None, newest_steps: int) -> Facts:
+        now, incoming = self._clock.now(), self._incoming
+        works = not self._decodes and (self._admission.queue or self._prompts)
+        waits = step is not None and self._interruptible is None
         return Facts(
             step,
             now + self._limits.reservation_lease_seconds,
-            newest > 0,
-            loop.in_flight(PrefillChunk),
-            not spans and step is not None and self._incoming.arriving,
-            not spans and newest > 0 and self._incoming.completing_before(newest),
+            newest_steps > 0,
+            self._loop.newest(PrefillChunk) > 0,
+            waits and incoming.arriving,
+            waits and newest_steps > 0 and incoming.completing_before(newest_steps),
             self._outgoing.offered_tokens() if works else {},
             now,
         )
@@ -149,7 +148,7 @@ class Worker(MeshWorker):
             task.stream = SpanStream(group, self._hello.weights)
             if not task.answer.done():  # otherwise the call has been given up
                 task.answer.set_result(group)
-        if self._report(turn.news):
+        if turn.news and self._report(turn.news):
             self._wake_others()
         if turn.interrupt and self._interruptible is not None:
             self._interruptible.interrupt()
@@ -185,8 +184,6 @@ class Worker(MeshWorker):
                 self._sampled(task, firsts)
 
     def _sampled(self, task: PromptTask, firsts: Sequence[SampledToken]) -> None:
-        """Goes on with a prompt whose first tokens are sampled: it is decoded here, or they are
-        returned to its caller."""
         prompt, group = task.prompt, self._state.groups.get(task.prompt.key)
         codes = [one.token for one in firsts if one.token in (BROKEN_TOKEN, STUCK_TOKEN)]
         if codes and (group is not None or task.handoff is not None):
@@ -197,16 +194,9 @@ class Worker(MeshWorker):
             if copies is not None:
                 self._loop.fire(copies)
         elif task.handoff is not None:
-            now, started = self._clock.now(), task.started_at
-            assert started is not None, "its rows were planned"
             task.firsts = tuple([FirstToken(one.child, one.token, one.logprobs) for one in firsts])
             if not task.answer.done():
-                # tokens that an earlier attempt generated are left out
-                known = min(prompt.cached_tokens, len(prompt.request.prompt_token_ids))
-                cached = task.restored.split(prompt.rank, known)
-                waited, took = started - task.queued_at, now - started
-                reply = PrefillReply(task.firsts, waited, took, cached, prompt.all_scores)
-                task.answer.set_result(reply)
+                task.answer.set_result(task.reply(task.firsts, self._clock.now()))
             self._sender.end_if_done(task)
 
     def _report(self, news: list[ChildProgress]) -> bool:
@@ -219,7 +209,6 @@ class Worker(MeshWorker):
             if key not in self._state.groups:
                 ended = True
                 self._adapters.poke()
-                self._incoming.forget(key, "the receiver gave the sequence up")
                 self._migration.abort(key, "the sequence has ended")
                 self._prompts.forget(key)
                 self._sources.let_go(key)
@@ -249,7 +238,8 @@ class Worker(MeshWorker):
                 child.aside_seconds = call.aside_seconds + self._clock.now() - began
         self._hold(group, call.deadline_seconds)  # a restore may outlast the lease
         try:
-            await self._restore(task, group)
+            if task.prompt.useful:
+                await self._restore(task, group)
         except BaseException:
             self._drop(group.key)
             raise
@@ -258,16 +248,18 @@ class Worker(MeshWorker):
         cached, block = group.cached_tokens, self._kept.block_tokens
         of_prompt = task.restored.split(group.rank, min(cached, group.prompt_tokens))
         left, own = max(0.0, group.handoff.deadline - self._clock.now()), self._hello.weights
-        return Reservation(group.key, self.name, group.rank, left, cached, of_prompt, own, block)
+        known = task.prompt.tokens if group.complete else cached
+        return Reservation(group.key, self.name, group.rank, left, known, of_prompt, own, block)
 
     async def _enter(self, call: PrefillCall | ReserveCall, arrival: float) -> PromptTask:
         await self._compiled(call.request, call.deadline_seconds)
         async with self._adapters.held(call.request, call.deadline_seconds):
-            if self._decodes and len(self._waiting()) >= self._config.queue_limit:
+            if self._decodes and self._queue_full():
                 await asyncio.sleep(0)  # the turn that is due may give pages to some
             self._check(call)
             key, now, block = self._state.new_key(), self._clock.now(), self._kept.block_tokens
-            task = PromptTask.of(call, key, now, arrival, block, self._computes)
+            appends, continues = self._scheduler.chunk_tokens > 0, self._state.continues
+            task = PromptTask.of(call, key, now, arrival, block, self._computes, appends, continues)
             self._tasks.add(task)
             named = isinstance(call, PrefillCall) or not call.whole
             self._prompts.begin(task.prompt, named=named, shared=self._computes)
@@ -303,7 +295,7 @@ class Worker(MeshWorker):
         seeking, plan = self._tasks.seeking, None
         if task.handoff is not None:
             self._prompts.expect(prompt, follows or prompt.known_tokens)
-            if not follows:
+            if prompt.useful and not follows:
                 ahead = max(0, self._prompts.backlog.tokens - prompt.tokens + prompt.known_tokens)
                 plan = self._sources.best(replace(task.query, ahead_tokens=ahead))
         if plan is not None:
@@ -327,18 +319,15 @@ class Worker(MeshWorker):
     async def _restore(self, task: PromptTask, group: SequenceGroup) -> None:
         """Restores cached blocks to the pages of sequences."""
         prompt, kept, rank = task.prompt, self._kept, group.rank
-        if not prompt.useful:
+        if group.complete or not (prompt.useful or prompt.tail):
             return
-        known = [0] * self._mesh.ranks
-        known[rank] = group.cached_tokens // kept.block_tokens
-        # a prefill worker would have to compute the accepted tokens before it sends their KV
-        computes = prompt.computes or prompt.children[0].accepted
-        instead = "compute" if computes else "receive"
-        query = replace(task.query, known=tuple(known), only=rank, instead=instead)
+        query = task.query_of(group, self._mesh.ranks, kept.block_tokens)
         pages = self._state.ledgers[rank].pages(group.key)
-        blocks = await self._sources.fill(query, group.key, pages, task.restored)
+        blocks, tail = await self._sources.fill(query, group.key, pages, task.restored)
         usable = kept.usable_tokens(blocks * kept.block_tokens, prompt.computes)
         group.cached_tokens = max(group.cached_tokens, usable)
+        if tail or (prompt.continues and group.cached_tokens == prompt.tokens - 1):
+            group.complete, group.cached_tokens = True, prompt.tokens - 1
 
     def _hold(self, group: SequenceGroup, seconds: float) -> None:
         group.handoff = group.handoff.expect(self._clock.now() + seconds)
@@ -351,6 +340,10 @@ class Worker(MeshWorker):
         request, children = call.request, call.children
         self._check_serving(children)
         sends = isinstance(call, PrefillCall)
+        if sends is self._decodes:
+            raise UnavailableError(
+                f"worker {self.name!r} is a {self.role.value} worker now; try another"
+            )
         if sends:
             if call.weights != self._hello.weights:
                 raise UnavailableError(
@@ -366,12 +359,12 @@ class Worker(MeshWorker):
         self._admission.check(
             request, children, sends or call.computes, call.from_token if sends else None
         )
-        waiting = self._waiting()
-        check_queue(self.name, waiting, request.priority, self._config.queue_limit)
+        if self._queue_full():
+            waiting = [*self._admission.queue, *self._tasks.seeking.values()]
+            check_queue(self.name, waiting, request.priority, self._config.queue_limit)
 
-    def _waiting(self) -> list[Prompt]:
-        """Returns the prompts without pages."""
-        return [*self._admission.queue, *self._tasks.seeking.values()]
+    def _queue_full(self) -> bool:
+        return len(self._admission.queue) + len(self._tasks.seeking) >= self._config.queue_limit
 
     def _supersede(self, call: PrefillCall | ReserveCall) -> None:
         for task in self._tasks.superseded(call, self._state.groups):
@@ -403,12 +396,16 @@ class Worker(MeshWorker):
             self._drop(call.reservation_id)
 
     def _begin(self, group: SequenceGroup, source: HandoffSource | None) -> None:
-        if source is not None:
+        if source is not None or group.complete:
             self._prompts.forget(group.key)
+        if source is not None:
             return self._incoming.begin(group, source)
+        group.request = group.request.without_pixels()  # only a queued prompt needs the pixels
+        if group.complete:
+            self.counters.add("answers_continued")
+            return self._take_over(group, tuple(group.children[0].generated))
         cached, samples = group.cached_tokens, [child.sample_spec() for child in group.alive]
         self._prompts.add(group.key, group.rank, tuple(samples), cached, group.epoch)
-        group.request = group.request.without_pixels()  # only the queued prompt needs the pixels
         if not self._computes:
             self.counters.add("prompts_appended")
             self.counters.add("tokens_appended", len(group.known_tokens) - cached)
@@ -453,7 +450,12 @@ class Worker(MeshWorker):
                 for first in received.firsts
             ]
             self._sampled(task, firsts)
-        elif not self._scheduler.batches.take_over(group, received.moved, group.until):
+        else:
+            self._take_over(group, received.moved)
+        self._loop.wake()
+
+    def _take_over(self, group: SequenceGroup, generated: tuple[int, ...]) -> None:
+        if not self._scheduler.batches.take_over(group, generated, group.until):
             text = f"worker {self.name!r} cannot go on with the sequence that moved to it"
             self.fail(group, HandoffError(text))
         self._loop.wake()
@@ -595,4 +597,3 @@ class Worker(MeshWorker):
             if stream is not None and not stream.taken and stream.lease_until < now:
                 self._drop(key)
         super()._sweep(now)
-        self._peers.sweep(now, self._incoming.senders())

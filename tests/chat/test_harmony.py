@@ -67,20 +67,6 @@ def test_any_text_is_read_the_same_however_it_is_cut(
     assert tools or not whole.calls
 
 
-@given(data=st.data(), parts=PARTS)
-@settings(max_examples=60, suppress_health_check=PATIENT)
-def test_nothing_that_was_said_is_lost_where_a_marker_is_damaged(
-    data: st.DataObject, parts: list[tuple[str, str | Call]]
-) -> None:
-    """Whatever else becomes of them."""
-    text = written(parts)
-    at = data.draw(st.integers(0, len(text)))
-    damaged = text[:at] + data.draw(st.sampled_from(FRAGMENTS[:7])) + text[at:]
-    whole = read(HarmonyParser(TOOLS), [damaged])
-    assert read(HarmonyParser(TOOLS), cut(data, damaged)) == whole
-    assert str(whole).encode()
-
-
 @pytest.mark.parametrize(
     ("text", "content", "reasoning", "calls"),
     [

@@ -21,6 +21,7 @@ from tests.chat.transcripts import (
     parsed,
     read,
 )
+from tests.lanes import given_examples
 
 PARSERS = pytest.mark.parametrize("name", TOOL_PARSERS)
 # A value that is no string is told from text by its schema, or by being JSON.
@@ -31,9 +32,8 @@ ARGUMENTS = st.dictionaries(st.sampled_from(["city", "days", "x"]), VALUES, max_
 CALLS = st.lists(st.tuples(st.sampled_from(sorted(SCHEMAS)), ARGUMENTS), min_size=1, max_size=3)
 
 
+@given_examples(12, 200, data=st.data(), calls=CALLS)
 @FORMS
-@given(data=st.data(), calls=CALLS)
-@settings(max_examples=12)
 def test_what_a_model_calls_is_found_however_its_text_is_cut(
     name: str, write: Callable[[list[Call]], str], data: st.DataObject, calls: list[Call]
 ) -> None:
@@ -55,16 +55,6 @@ def _as_typed(name: str, called: str, given: dict[str, object]) -> dict[str, obj
     }
 
 
-@FORMS
-def test_a_text_may_be_cut_at_every_place(name: str, write: Callable[[list[Call]], str]) -> None:
-    before = "" if name == "llama3_json" else "Sure.\n"
-    text = before + write([("get_weather", {"city": "Köln", "days": 3}), ("run", {})])
-    whole = parsed(name, [text])
-    assert [called for called, _ in whole.parsed()] == ["get_weather", "run"]
-    for at in range(len(text)):
-        assert parsed(name, [text[:at], text[at:]]) == whole
-
-
 @PARSERS
 @given(data=st.data())
 @settings(max_examples=30)
@@ -77,9 +67,8 @@ def test_any_text_is_read_the_same_however_it_is_cut_and_words_are_not_lost(
     assert whole.calls or whole.content == text
 
 
+@given_examples(12, 200, data=st.data(), calls=CALLS)
 @FORMS
-@given(data=st.data(), calls=CALLS)
-@settings(max_examples=12)
 def test_a_damaged_call_is_read_as_what_it_still_is(
     name: str, write: Callable[[list[Call]], str], data: st.DataObject, calls: list[Call]
 ) -> None:
@@ -168,9 +157,8 @@ def test_brackets_too_many_are_dropped_with_the_marks_behind_them(
             assert answer.content.strip() == ("" if calls else "Done.")
 
 
+@given_examples(12, 200, data=st.data(), calls=CALLS)
 @FORMS
-@given(data=st.data(), calls=CALLS)
-@settings(max_examples=12)
 def test_what_is_a_call_never_holds_a_mark(
     name: str, write: Callable[[list[Call]], str], data: st.DataObject, calls: list[Call]
 ) -> None:
@@ -436,23 +424,3 @@ def test_a_long_answer_costs_each_character_once() -> None:
     call = '<tool_call>{"name": "f", "arguments": {"x": "' + text + '"}}</tool_call>'
     pieces = (call[at : at + 4] for at in range(0, len(call), 4))
     assert read(TOOL_PARSERS["hermes"]({}), pieces).parsed() == [("f", {"x": text})]
-
-
-@pytest.mark.slow
-@FORMS
-def test_the_properties_of_a_form_hold_for_many_examples(
-    name: str, write: Callable[[list[Call]], str]
-) -> None:
-    for check in (
-        test_what_a_model_calls_is_found_however_its_text_is_cut,
-        test_a_damaged_call_is_read_as_what_it_still_is,
-        test_what_is_a_call_never_holds_a_mark,
-    ):
-        inner = check.hypothesis.inner_test
-
-        @settings(max_examples=200)
-        @given(data=st.data(), calls=CALLS)
-        def many(data: st.DataObject, calls: list[Call]) -> None:
-            inner(name, write, data, calls)
-
-        many()

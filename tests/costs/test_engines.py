@@ -10,6 +10,7 @@ from jdisagg.costs.cost_model import CostModel
 from jdisagg.costs.engines import ENGINES, JDISAGG, Software, engine_named
 from jdisagg.costs.hardware import accelerator
 from jdisagg.costs.kernels import Kernels
+from jdisagg.costs.model_geometry import AssistantSizes
 from jdisagg.errors import ConfigError, LayoutError
 from jdisagg.layout.axes import Layout
 
@@ -96,6 +97,21 @@ def test_drafts_divide_a_step_by_the_tokens_that_it_is_expected_to_yield() -> No
             > plain.decode_of(sequences, tokens).seconds
         )
     assert drafted.decode_seconds(8, 8000.0) == drafted.decode_of(8, 8000.0).seconds
+
+
+def test_an_assistant_is_read_for_each_draft_and_has_no_kv() -> None:
+    sizes = AssistantSizes(4, 100_000_000)
+    shape = replace(LLAMA, assistant=sizes)
+    kernels = Kernels(draft_tokens=3, acceptance=0.0)
+    plain, layer, drafted = (
+        CostModel(geometry, H100, kernels=these)
+        for geometry, these in ((shape, Kernels()), (LLAMA, kernels), (shape, kernels))
+    )
+    added = drafted.weight_bytes_per_device - plain.weight_bytes_per_device
+    assert added == sizes.parameters * 2
+    assert drafted.kv_bytes_per_device == plain.kv_bytes_per_device < layer.kv_bytes_per_device
+    assert plain.decode_of(1, 1000).memory < drafted.decode_of(1, 1000).memory
+    assert drafted.decode_of(1, 1000).memory < layer.decode_of(1, 1000).memory
 
 
 def test_software_is_read_from_flags() -> None:

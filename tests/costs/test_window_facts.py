@@ -12,7 +12,7 @@ from jdisagg.layout.axes import Layout
 from jdisagg.layout.kv_spec import KVSpec
 from jdisagg.scheduler.page_ledger import pages_for
 from jdisagg.simulator.step_costs import ModelCosts
-from jdisagg.worker.outgoing_kv import offers_of_pages, window_offers
+from jdisagg.worker.block_moves import offers_of_pages, snapshot_offers
 from tests.costs.named import H100, LLAMA_70B
 
 GPT = geometry("gpt-oss-20b")
@@ -41,7 +41,7 @@ def test_the_calculator_says_what_is_held_and_what_is_sent(tokens: int) -> None:
     ids = iter(range(10_000))
     bytes_of = [
         (offers_of_pages(limits, 0, 0, tokens, ids.__next__), SPEC.unwindowed, limits.layer_groups),
-        (window_offers(limits, 0, tokens, ids.__next__), SPEC.windowed, limits.window_groups),
+        (snapshot_offers(limits, 0, tokens, ids.__next__), SPEC.windowed, limits.window_groups),
     ]
     sent = sum(
         offer.valid_tokens * offer.groups / groups * spec.bytes_per_token

@@ -1,5 +1,6 @@
-"""Sequences with drafts that are handed off, moved, preempted and whose workers die, in virtual
-time: every answer is the one that a run without drafts gives."""
+"""Sequences with drafts, grammars and limited reasoning that are handed off, moved, preempted and
+whose workers die, in virtual time: every answer is the one that an undisturbed run without drafts
+gives."""
 
 import asyncio
 import json
@@ -9,14 +10,16 @@ from dataclasses import replace
 
 import pytest
 
-from jdisagg.request import GrammarKind, Request
+from jdisagg.grammar.chat_answers import marker, with_thought_and_calls
+from jdisagg.request import Grammar, GrammarKind, Request
 from jdisagg.scheduler import speculation
 from jdisagg.scheduler.executor import MeshLimits
 from jdisagg.scheduler.sequences import Sequence
+from tests.chat.reasoning_forms import FORMS
 from tests.dispatch.deaths import outlive
 from tests.fakes.cluster import Fleet, toy_request
 from tests.fakes.fake_executor import Costs, toy_limits
-from tests.fakes.toy_grammars import END, toy_grammar
+from tests.fakes.toy_grammars import END, GRAMMARS, toy_grammar
 from tests.fakes.toy_model import expected_tokens
 
 REGEX = "[a-f]{3}(-[0-9]{4}){2,6}"
@@ -62,14 +65,24 @@ def limits(pages: int = 64, slots: int = 4) -> MeshLimits:
     return replace(toy_limits(pages_per_rank=pages, slots_per_rank=slots), speculates=True)
 
 
-def with_grammars(count: int) -> list[Request]:
-    """With grammars of two kinds and without one, greedy and not, with penalties, of two
-    children."""
-    grammars = (
-        toy_grammar(GrammarKind.REGEX, REGEX),
-        toy_grammar(GrammarKind.JSON_SCHEMA, json.dumps(SCHEMA)),
-        None,
-    )
+def some_grammars() -> list[Grammar | None]:
+    """Of two kinds, and reasoning of every form that ends after a budget, once before content that
+    a grammar binds."""
+    regex = toy_grammar(GrammarKind.REGEX, REGEX)
+    limited = [
+        form.limited(budget, begun=True)
+        for form, budget in zip(FORMS.values(), (0, 1, 17, 5, 9), strict=True)
+    ]
+    marks = marker("<think>", None), marker("</think>", None)
+    bound = with_thought_and_calls(regex, marks, True, [])
+    GRAMMARS._find(bound)
+    bound = replace(bound, thought=FORMS["deepseek"].thought(7, begun=True))
+    schema = toy_grammar(GrammarKind.JSON_SCHEMA, json.dumps(SCHEMA))
+    return [regex, schema, None, bound, *limited]
+
+
+def with_grammars() -> list[Request]:
+    """Greedy and not, with penalties, of two children."""
     return [
         toy_request(
             number,
@@ -81,9 +94,9 @@ def with_grammars(count: int) -> list[Request]:
             n=1 + (number % 4 == 3),
             repetition_penalty=1.0 + 0.1 * (number % 6 == 1),
             logprobs=number % 2 or None,
-            grammar=grammars[number % 3],
+            grammar=grammar,
         )
-        for number in range(count)
+        for number, grammar in enumerate(some_grammars())
     ]
 
 
@@ -104,7 +117,7 @@ def requests(count: int) -> list[Request]:
         )
         for number in range(count)
     ]
-    return [*free, *with_grammars(count)]
+    return [*free, *with_grammars()]
 
 
 def verified(fleet: Fleet) -> tuple[int, int]:

@@ -326,21 +326,3 @@ async def test_an_answer_that_its_first_token_ends_took_as_long_to_come_as_any_o
         assert empty.timings.ttft_seconds > 0
         assert empty.timings.ttft_seconds == pytest.approx(whole.timings.ttft_seconds)
         assert (empty.timings.tpot_seconds, empty.timings.handoff_gap_seconds) == (0, 0)
-
-
-async def test_cancels_and_errors_keep_their_meaning_over_the_wire() -> None:
-    faults = Faults(pull_error=lambda _: "lost")
-    async with Cluster(
-        decode_faults=faults, limits=LimitsConfig(max_attempts=2), wire=True
-    ) as cluster:
-        with pytest.raises(HandoffError, match="lost"):
-            await cluster.collect(toy_request(1))
-        with pytest.raises(InvalidRequestError, match="128"):
-            await cluster.collect(toy_request(1, prompt_tokens=128))
-    async with Cluster(wire=True) as cluster:
-        with pytest.raises(DeadlineExceededError, match=r"after \d+ tokens"):
-            await cluster.collect(toy_request(1, max_tokens=90, deadline_seconds=0.2))
-        leaving = asyncio.create_task(cluster.collect(toy_request(2, max_tokens=90)))
-        await asyncio.sleep(0.2)
-        leaving.cancel()
-        await asyncio.gather(leaving, return_exceptions=True)

@@ -329,13 +329,6 @@ async def test_a_look_that_fails_is_told_and_others_follow(
     assert looks == 5 and "a worker says nonsense" in caplog.text
 
 
-async def test_advice_can_be_had_before_the_first_look() -> None:
-    town = Town(1, 1)
-    _, elastic, _ = pools(town)
-    advice = await elastic.advice()
-    assert (advice.prefill, advice.decode, advice.decision) == (1, 1, "no traffic")
-
-
 async def test_a_change_that_somebody_asked_for_makes_the_controller_look_afresh() -> None:
     town = Town(3, 1)
     controller, elastic, said = pools(town)

@@ -342,9 +342,3 @@ def test_stop_strings_do_not_count_in_the_first_min_tokens() -> None:
     first = next(n for n in range(len(ids)) if decoder.decode(ids[:n]) == "xqz")
     stream = TokenStream(decoder, [], ["xqz"], min_tokens=first)
     assert stream.push(ids) == TextDelta("xqz", len(ids), True)
-
-
-def test_a_stop_string_that_begins_anew_within_a_failed_match_is_found() -> None:
-    stops = StopStrings(["aab"])
-    assert "".join(stops.push(character) for character in "xaaaab") == "xaa"
-    assert stops.matched

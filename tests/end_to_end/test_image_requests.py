@@ -12,7 +12,7 @@ from jdisagg.chat.messages import ChatMessage
 from jdisagg.config import ServiceConfig
 from jdisagg.prompt.images import PromptImage
 from tests.end_to_end.doors import served
-from tests.end_to_end.pictures import SEEING, file
+from tests.end_to_end.pictures import QWEN, SEEING, file
 from tests.golden.images import golden_images, other_image
 from tests.service.doors import FakePath
 from tests.service.http_doors import HttpDoor
@@ -30,21 +30,11 @@ def texts(prompt: list[int], images: tuple[PromptImage, ...]) -> list[str]:
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize(
-    "name",
-    [
-        "qwen3_5_images",
-        pytest.param("mistral3_images", marks=pytest.mark.slow),
-        pytest.param("qwen3_vl_images", marks=pytest.mark.slow),
-    ],
-)
-async def test_images_of_every_api_give_the_tokens_of_transformers(
-    name: str, tmp_path: Path
-) -> None:
-    found, images = golden_images(name)
+async def test_images_of_every_api_give_the_tokens_of_transformers(tmp_path: Path) -> None:
+    found, images = golden_images(QWEN)
     prompt, greedy = found["prompt"].tolist(), found["greedy"].tolist()
     first, second, third = texts(prompt, images)
-    folder = seeing_checkpoint(name, tmp_path)
+    folder = seeing_checkpoint(QWEN, tmp_path)
     engine = config(directory=folder, **SEEING)
     async with served(engine, ServiceConfig(port=0, http_port=0, drain_seconds=5.0)) as server:
         door = HttpDoor(FakePath(), server.server)

@@ -14,33 +14,24 @@ from jdisagg.request import CachedTokens
 from tests.end_to_end.clusters import Running, running
 from tests.end_to_end.conversations import push_out
 from tests.end_to_end.fetching import Returning
-from tests.end_to_end.pictures import PIXTRAL, QWEN, SEEING, asked, engine, file
+from tests.end_to_end.pictures import PIXTRAL, SEEING, asked, engine, file
 from tests.end_to_end.two_prefills import TwoPrefills
 from tests.golden.images import golden_images, other_image
-from tests.lanes import first_ci
 from tests.shapes import config
 from tests.vision import seeing_checkpoint
 
 Images = tuple[PromptImage, ...]
 
 
-@pytest.mark.parametrize(
-    ("name", "prefill", "decode"),
-    [
-        pytest.param(PIXTRAL, "tp=2", "dp=2", marks=pytest.mark.ci),
-        pytest.param("qwen3_5_moe_images", "tp=2,ep=2", "dp=2,ep=2", marks=pytest.mark.slow),
-    ],
-)
-async def test_streams_are_those_of_transformers_on_sharded_prefill_meshes(
-    name: str, prefill: str, decode: str, tmp_path: Path
-) -> None:
-    found, images = golden_images(name)
+@pytest.mark.ci
+async def test_streams_are_those_of_transformers_on_sharded_prefill_meshes(tmp_path: Path) -> None:
+    found, images = golden_images(PIXTRAL)
     prompt, greedy = found["prompt"].tolist(), found["greedy"].tolist()
     other = (other_image(images[0]), images[1])
-    async with running(engine(tmp_path / "alone", name, Mode.UNIFIED)) as run:
+    async with running(engine(tmp_path / "alone", PIXTRAL, Mode.UNIFIED)) as run:
         alone = (await run.complete(asked(run, prompt, other))).tokens
     made = replace(
-        engine(tmp_path, name, Mode.DISAGGREGATED, prefill=prefill, decode=decode),
+        engine(tmp_path, PIXTRAL, Mode.DISAGGREGATED, prefill="tp=2", decode="dp=2"),
         prefix=PrefixConfig(),
     )
     async with running(made) as run:
@@ -55,35 +46,34 @@ async def test_streams_are_those_of_transformers_on_sharded_prefill_meshes(
     assert [one.tokens for one in done] == [{0: greedy}, alone] * 3
 
 
-async def cached_in(run: Running, name: str, images: Images, of: str) -> CachedTokens:
-    """Completes the golden prompt of `of` with these images. Returns the origin of cached tokens;
-    the tokens are those of transformers if the images are."""
-    found, golden = golden_images(of)
+async def cached_in(run: Running, name: str, images: Images) -> CachedTokens:
+    """Completes the golden prompt with these images. Returns the origin of cached tokens; the
+    tokens are those of transformers if the images are."""
+    found, golden = golden_images(PIXTRAL)
     done = await run.complete(asked(run, found["prompt"].tolist(), images, name))
     assert images != golden or done.tokens[0] == found["greedy"].tolist()
     assert done.usage is not None and done.usage.cached_by_tier is not None
     return done.usage.cached_by_tier
 
 
-def few_pages(folder: Path, name: str, prefix: PrefixConfig) -> EngineConfig:
-    made = engine(folder, name, Mode.DISAGGREGATED)
+def few_pages(folder: Path, prefix: PrefixConfig) -> EngineConfig:
+    made = engine(folder, PIXTRAL, Mode.DISAGGREGATED)
     return replace(made, prefill=replace(made.prefill, pages_per_rank=16), prefix=prefix)
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize(("name",), first_ci([(PIXTRAL,), (QWEN,)]))
 async def test_kv_of_images_comes_back_from_host_memory_for_the_same_image_alone(
-    name: str, tmp_path: Path
+    tmp_path: Path,
 ) -> None:
-    _, images = golden_images(name)
+    _, images = golden_images(PIXTRAL)
     other = (other_image(images[0]), images[1])
     prefix = PrefixConfig(True, 16, host_gib=0.25, restores="always")
-    async with running(few_pages(tmp_path, name, prefix)) as run:
-        assert (await cached_in(run, "first", images, name)).total == 0
+    async with running(few_pages(tmp_path, prefix)) as run:
+        assert (await cached_in(run, "first", images)).total == 0
         await push_out(run, 240)
-        assert (await cached_in(run, "other", other, name)).total == 0
+        assert (await cached_in(run, "other", other)).total == 0
         await push_out(run, 240)
-        assert (await cached_in(run, "again", images, name)).host >= 16
+        assert (await cached_in(run, "again", images)).host >= 16
         counters = run.cluster._workers[0].counters
         assert counters["host_blocks_broken"] == counters["host_restores_failed"] == 0
 
@@ -96,12 +86,12 @@ async def test_kv_of_images_is_fetched_from_a_peer_for_the_same_image_alone(tmp_
     made = replace(made, prefix=PrefixConfig(True, 16, host_gib=0, peer_fetch=True))
     async with running(made, kind=Returning) as run:
         prefill, decode = run.cluster._workers
-        await cached_in(run, "first", images, PIXTRAL)
+        await cached_in(run, "first", images)
         prefill._kept.clear()
-        assert (await cached_in(run, "second other", other, PIXTRAL)).total == 0
+        assert (await cached_in(run, "second other", other)).total == 0
         assert prefill.counters["peer_tokens_restored"] == 0
         prefill._kept.clear()
-        found = await cached_in(run, "second", images, PIXTRAL)
+        found = await cached_in(run, "second", images)
         assert prefill.counters["peer_tokens_restored"] == found.total >= 16
         assert decode.counters["peer_blocks_given"] > 0
 

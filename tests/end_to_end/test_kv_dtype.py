@@ -1,8 +1,7 @@
 """KV in fp8: a server's log-probabilities are those of a dense pass whose keys and values were
-rounded to e4m3 by numpy, with scales of the model's heads or without, for every mode, layout and
-kind of KV."""
+rounded to e4m3 by numpy, with scales of the model's heads or without, for layouts and kinds of
+KV."""
 
-import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +10,6 @@ import jax
 import numpy as np
 import pytest
 
-from jdisagg.config import Mode
 from jdisagg.engine.fingerprint import model_fingerprint
 from jdisagg.errors import ConfigError
 from jdisagg.layout.kv_spec import KV_SCALES_FILE, KVSpec
@@ -20,7 +18,7 @@ from jdisagg.transfer.codec import check_codec
 from models.checkpoint import load_config
 from tests.end_to_end.clusters import golden_copy, running
 from tests.models.kv_scale_models import attend_rounded, dense_logits, scales_by_head, with_scales
-from tests.shapes import LLAMA, MOE, config
+from tests.shapes import LLAMA, config
 
 PROMPT = "Once upon a time there was a little girl named Lily who lived in a small house near the"
 TOKENS = 40
@@ -41,33 +39,22 @@ def _dense_logprobs(
 
 
 @pytest.mark.parametrize(
-    ("name", "mode", "prefill", "decode", "exponents"),
+    ("name", "prefill", "decode", "exponents"),
     [
-        pytest.param("llama", Mode.DISAGGREGATED, "tp=2", "dp=2", ONES, marks=pytest.mark.ci),
-        pytest.param("llama", Mode.CHUNKED, "", "dp=2,tp=2", BY_HEAD, marks=pytest.mark.slow),
-        pytest.param("moe", Mode.DISAGGREGATED, "dp=2,tp=2", "tp=4", ONES, marks=pytest.mark.slow),
-        pytest.param(
-            "deepseek_v3", Mode.DISAGGREGATED, "tp=1", "tp=2", BY_HEAD, marks=pytest.mark.ci
-        ),
-        pytest.param(
-            "gpt_oss", Mode.DISAGGREGATED, "tp=2", "dp=2", BY_HEAD, marks=pytest.mark.slow
-        ),
-        pytest.param(
-            "qwen3_next", Mode.DISAGGREGATED, "tp=2", "tp=1", BY_HEAD, marks=pytest.mark.slow
-        ),
+        pytest.param("llama", "tp=2", "dp=2", ONES, marks=pytest.mark.ci),
+        pytest.param("deepseek_v3", "tp=1", "tp=2", BY_HEAD, marks=pytest.mark.ci),
+        pytest.param("gpt_oss", "tp=2", "dp=2", BY_HEAD, marks=pytest.mark.slow),
+        pytest.param("qwen3_next", "tp=2", "tp=1", BY_HEAD, marks=pytest.mark.slow),
     ],
 )
 async def test_logprobs_are_those_of_a_dense_pass_over_rounded_keys_and_values(
-    name: str, mode: Mode, prefill: str, decode: str, exponents: tuple[int, ...], tmp_path: Path
+    name: str, prefill: str, decode: str, exponents: tuple[int, ...], tmp_path: Path
 ) -> None:
-    shipped = {"llama": LLAMA, "moe": MOE}
-    directory = shipped.get(name) or golden_copy(name, tmp_path)
+    directory = LLAMA if name == "llama" else golden_copy(name, tmp_path)
     scales = scales_by_head(directory, exponents)
     if exponents != ONES:
-        if name in shipped:
-            directory = Path(shutil.copytree(directory, tmp_path / name))
         with_scales(directory, scales)
-    sizes = config(mode, prefill or "tp=2", decode, directory=directory, chunk=16, context=256)
+    sizes = config(prefill=prefill, decode=decode, directory=directory, chunk=16, context=256)
     sizes = replace(sizes, model=replace(sizes.model, kv_dtype="fp8"))
     vocabulary = load_config(directory).vocabulary
     async with running(sizes) as run:

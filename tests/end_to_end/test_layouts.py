@@ -171,7 +171,7 @@ async def test_experts_spread_any_way_give_the_tokens_of_a_dense_pass(prefill, d
         pytest.param("kimi_linear", "tp=2", "dp=2", 16, marks=ci),
         pytest.param("kimi_linear", "tp=1", "tp=4", 64, marks=slow),
         pytest.param("kimi_linear_shared", "tp=2,ep=2", "dp=4,ep=4", 16, marks=slow),
-        pytest.param("bailing_hybrid", "tp=2,ep=2", "dp=2,ep=2", 16, marks=slow),
+        pytest.param("bailing_hybrid", "tp=2,ep=2", "dp=2,ep=2", 16, marks=ci),
     ],
 )
 async def test_a_family_gives_the_tokens_of_transformers(

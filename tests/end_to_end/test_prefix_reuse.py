@@ -12,7 +12,7 @@ import pytest
 from jdisagg.config import EngineConfig, Mode, PrefixConfig
 from jdisagg.prompt.hints import Hints, Retention
 from jdisagg.request import Request
-from jdisagg.worker import block_moves, disk_tier
+from jdisagg.worker import disk_tier, host_tier
 from tests import time_scale
 from tests.end_to_end.clusters import Running, running
 from tests.end_to_end.conversations import (
@@ -133,7 +133,7 @@ async def test_streams_are_the_same_when_they_come_back_from_disk_and_after_a_re
     of one that is started anew on the folder."""
     for wait in ("FILE_SECONDS", "START_SECONDS"):
         monkeypatch.setattr(disk_tier, wait, time_scale.seconds(120))
-    monkeypatch.setattr(block_moves, "COPY_SECONDS", time_scale.seconds(120))
+    monkeypatch.setattr(host_tier, "COPY_SECONDS", time_scale.seconds(120))
     engine, waves, cached = on_disk(tmp_path / "kv", prefill), list[list[Request]](), list[int]()
     from_disk: list[int] = []
 

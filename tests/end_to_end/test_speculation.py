@@ -5,19 +5,22 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from jdisagg.config import EngineConfig, Mode
 from jdisagg.messages.step_commands import DecodeSteps
 from jdisagg.request import Request
+from models.checkpoint import load_config
 from tests.end_to_end import grammar_requests
-from tests.end_to_end.clusters import Running, golden_copy, running
+from tests.end_to_end.clusters import Running, golden_copy, golden_greedy, running
 from tests.end_to_end.drafts import KnowingDrafter, counted, learn, same_logprobs, speculating
 from tests.end_to_end.mixed_requests import mixed_requests, streams
 from tests.fakes.cluster import Collected
+from tests.golden.arrays import arrays_of
 from tests.lanes import first_ci
 from tests.models.next_token_checkpoints import eagle_head
-from tests.shapes import FAMILY, config
+from tests.shapes import FAMILY, GOLDEN, config
 
 
 def all_requests(run: Running) -> list[Request]:
@@ -139,6 +142,48 @@ async def test_drafts_of_an_eagle_head_change_no_stream(
     model = replace(engine.model, draft=str(eagle_head(directory, tmp_path)))
     found = await both(replace(engine, model=model), "eagle", few_requests)
     assert 0 < found.accepted < found.drafted and found.sources == {"eagle"}
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize(
+    ("name", "mode", "decode"),
+    first_ci(
+        [
+            ("clusters", Mode.DISAGGREGATED, "dp=2,tp=2"),
+            ("unified", Mode.DISAGGREGATED, "tp=4"),
+            ("clusters", Mode.CHUNKED, "tp=2"),
+            ("clusters", Mode.UNIFIED, "dp=2"),
+        ]
+    ),
+)
+async def test_drafts_of_an_assistant_are_those_of_transformers_and_change_no_stream(
+    name: str, mode: Mode, decode: str, tmp_path: Path, always: None
+) -> None:
+    """A random assistant, which reads windows in ring buffers and pages that a prefill mesh sent.
+    Neither mesh has KV of its own."""
+    folder = GOLDEN / "assistants" / name
+    directory = golden_copy(f"gemma4_{name}", tmp_path)
+    engine = config(mode, decode=decode, directory=directory, **FAMILY)
+    async with running(engine) as run:
+        without = await run.complete_all(few_requests(run))
+    expected, (prompt, greedy) = arrays_of(folder / "expected.npz"), golden_greedy(directory)
+    drafts_of = dict(zip(expected["places"].tolist(), expected["drafts"].tolist(), strict=True))
+    drafting = replace(engine, model=replace(engine.model, draft=str(folder)))
+    async with running(speculating(drafting, "assistant")) as run:
+        assert streams(await run.complete_all(few_requests(run))) == streams(without)
+        drafted, accepted = counted(run, "drafted"), counted(run, "accepted")
+        assert 0 < accepted < drafted
+        executor = run.cluster.decode.executor
+        assert executor._decode is not None
+        assert executor.limits.kv_spec == load_config(directory).kv_spec("float32")
+        for count in (9, 20, 41):
+            request = run.request(prompt, f"g{count}", max_tokens=count, ignore_eos=True)
+            (done,) = await run.complete_all([request])
+            assert list(done.tokens[0]) == greedy[:count]
+            ends, kept = len(prompt) + count, np.asarray(executor._decode.only._drafts)
+            first, *drafts = max(row for rank in kept.tolist() for row in rank)
+            drafts = drafts[: ends - first]  # others are beyond the last token
+            assert drafts and drafts == drafts_of[first][: len(drafts)]
 
 
 @pytest.mark.ci

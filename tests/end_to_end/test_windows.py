@@ -31,9 +31,7 @@ PAGE = 4
     ("name", "prefill", "decode"),
     [
         pytest.param("gpt_oss", "tp=1", "tp=2", marks=pytest.mark.ci),
-        pytest.param("gemma2", "tp=2", "dp=2,tp=2", marks=pytest.mark.slow),
         pytest.param("gemma4", "tp=2", "dp=2,tp=2", marks=pytest.mark.slow),
-        pytest.param("gemma4_moe", "tp=1", "tp=2", marks=pytest.mark.slow),
         pytest.param("gemma4_e2b", "tp=2", "dp=2,tp=2", marks=pytest.mark.slow),
     ],
 )

@@ -86,9 +86,10 @@ def test_a_mesh_that_appends_has_small_chunks_of_its_own_beside_those_of_hand_of
     how = Mode.DISAGGREGATED, LLAMA_8B, 8192, None
     plain, appends = mesh_limits(config, *how), mesh_limits(config, *how, append_tokens=256)
     assert appends.chunk_buckets == plain.chunk_buckets and plain.append_buckets == ()
-    assert appends.append_buckets == appends.computed.chunk_buckets == (64, 128, 256)
+    assert appends.append_buckets == appends.computed_by(False).chunk_buckets == (64, 128, 256)
+    assert appends.computed_by(True) is appends, "the chunks of a worker that computes all"
     assert appends.block_shapes() == plain.block_shapes(), "blocks come from the other side"
-    assert plain.computed is plain
+    assert plain.computed_by(False) is plain
     assert mesh_limits(config, *how, append_tokens=48).append_buckets == (48,)
 
 

@@ -144,19 +144,38 @@ def test_the_next_token_layer_of_a_catalogue_model_is_counted_where_it_is_loaded
     assert planned("auto", "cpu") == planned("ngram", "gpu") == plain
 
 
-def test_a_head_that_would_not_draft_is_refused(tmp_path: Path) -> None:
+def test_a_drafter_that_would_not_draft_is_refused(tmp_path: Path) -> None:
     model = replace(BF16, draft=str(tmp_path))
-    for drafts in ("auto", "eagle"):
+    for drafts in ("auto", "eagle", "assistant"):
         fit(10, MIXED, replace(SMALL, speculate=drafts), model)
     for speculate, layout, remedy in (
-        ("off", Layout(), "speculate=off and pp=1; remove --draft, or set --speculate=eagle$"),
+        ("off", Layout(), "speculate=off and pp=1; remove --draft, or set --speculate=auto$"),
         ("ngram", Layout(), "speculate=ngram"),
         ("mtp", Layout(), "speculate=mtp"),
-        ("auto", Layout(pp=2), "speculate=auto and pp=2; .*--speculate=eagle and pp=1"),
+        ("auto", Layout(pp=2), "speculate=auto and pp=2; .*--speculate=auto and pp=1"),
     ):
         instance = replace(SMALL, speculate=speculate, layout=layout)
-        with pytest.raises(ConfigError, match=f"draft={tmp_path}: an EAGLE-3 head .*{remedy}"):
+        with pytest.raises(ConfigError, match=f"draft={tmp_path}: a separate drafter .*{remedy}"):
             fit(10, MIXED, instance, model)
+
+
+def test_an_assistant_is_counted_without_kv() -> None:
+    folder, model = str(GOLDEN / "assistants" / "clusters"), str(GOLDEN / "gemma4_clusters")
+    shape, instance = find_geometry(model), replace(SMALL, speculate="assistant")
+    plain, planned = (
+        bytes_per_device(shape, instance, "bfloat16", draft=draft) for draft in ("", folder)
+    )
+    assert planned.token == plain.token
+    sizes = find_geometry(model, draft=folder).assistant
+    assert sizes is not None and sizes.layers == 4
+    load = loader(model, "bfloat16", speculate="assistant", draft=folder)
+    loaded = load(Layout(), jax.devices()[:1]).model
+    arrays = jax.tree.leaves(nnx.state(loaded.next_token))  # type: ignore[arg-type]
+    stored = sum(leaf.nbytes for leaf in arrays)
+    assert planned.weights - plain.weights == pytest.approx(stored, rel=0.2), "a header beside"
+    assert 2 * sizes.parameters == pytest.approx(stored, rel=0.05), "norms are not counted"
+    with pytest.raises(ConfigError, match="speculate=eagle: .* got assistant"):
+        loader(model, "bfloat16", speculate="eagle", draft=folder)(Layout(), jax.devices()[:1])
 
 
 @pytest.mark.parametrize("name", ["qwen3_5_images", "mistral3_images"])

@@ -42,7 +42,7 @@ def rows_of_step() -> DraftRows:
 @pytest.mark.parametrize(
     ("name",),
     first_quick(
-        [("qwen3_next",), ("granite4_hybrid",), ("kimi_linear",), ("lfm2",), ("minimax",)], 2
+        [("qwen3_next",), ("granite4_hybrid",), ("kimi_linear",), ("lfm2",), ("minimax",)], ci=2
     ),
 )
 def test_rows_are_successive_steps(name: str) -> None:

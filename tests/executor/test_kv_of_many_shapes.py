@@ -21,8 +21,7 @@ from jdisagg.layout.kv_spec import KVComponent, KVLayer, KVSpec
 from jdisagg.messages.step_commands import ExtractBlock, InsertBlock, PullBlock
 from jdisagg.ops.kv_pages import as_kept
 from jdisagg.ops.parameters import layout_mesh
-from jdisagg.transfer.boxes import mesh_card
-from jdisagg.transfer.channel import block_sharding
+from jdisagg.transfer.channel import block_sharding, mesh_card
 from jdisagg.transfer.codec import check_codec
 from jdisagg.transfer.in_process import InProcessChannel
 from tests.lanes import first_quick

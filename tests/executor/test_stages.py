@@ -102,6 +102,7 @@ def test_a_stage_that_cannot_have_devices_of_every_process_is_refused() -> None:
         layout_meshes(Layout(pp=2), 4, devices)  # type: ignore[arg-type]
 
 
+@pytest.mark.ci
 async def test_activations_go_on_and_tokens_back_for_each_batch_and_nothing_else(
     received: list[jax.Array],
 ) -> None:

@@ -28,7 +28,7 @@ def test_a_warm_mesh_measures_its_programs_without_compiling(role, chunks, steps
         for step in warm_up_steps(mesh):
             step()
         before = mesh.programs.compilations
-        times = measure_step_times(mesh)
+        times = measure_step_times(mesh, role)
         assert mesh.programs.compilations == before
         assert [one[:2] for one in times.chunks] == chunks
         assert [one[:2] for one in times.steps] == steps
@@ -56,5 +56,5 @@ def test_the_largest_chunk_is_measured_where_it_is_small_and_leaves_room_for_ear
     if role.decode:
         limits = replace(limits, append_buckets=limits.chunk_buckets)
     monkeypatch.setattr(step_times, "_seconds", lambda executor, chunk: 1.0)
-    mesh = cast(MeshExecutor, SimpleNamespace(limits=limits, role=role))
-    assert [one[:2] for one in measure_step_times(mesh).chunks] == sizes
+    mesh = cast(MeshExecutor, SimpleNamespace(limits=limits))
+    assert [one[:2] for one in measure_step_times(mesh, role).chunks] == sizes

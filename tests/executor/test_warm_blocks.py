@@ -18,7 +18,7 @@ from jdisagg.messages.step_commands import (
     PullBlock,
 )
 from jdisagg.scheduler.blocks import split_blocks
-from jdisagg.worker.outgoing_kv import extraction, offers_of_pages
+from jdisagg.worker.block_moves import extraction, offers_of_pages
 from tests.executor.meshes import INTO, PEER, HandChannel, Pair, executor
 from tests.lanes import first_ci
 from tests.shapes import CHUNK

@@ -143,14 +143,14 @@ class _Ports(LocalCluster):
     ) -> None:
         super().__init__(clock, new_id, mortal=mortal)
         self._wire, self._wraps = wire, wraps
-        self._made: dict[tuple[Worker, Worker | None], Any] = {}
+        self._made: dict[tuple[type, Worker, Worker | None], Any] = {}
 
     def called(self, protocol: type[P], port: P, worker: Worker, caller: Worker | None) -> P:
-        if (worker, caller) not in self._made:
+        if (protocol, worker, caller) not in self._made:
             inner = packed(protocol, port) if self._wire else port
             made = super().called(protocol, inner, worker, caller)
-            self._made[worker, caller] = self._wraps[protocol](made)
-        return self._made[worker, caller]
+            self._made[protocol, worker, caller] = self._wraps[protocol](made)
+        return self._made[protocol, worker, caller]
 
 
 @dataclass
@@ -328,6 +328,7 @@ class Fleet:
         )
         decodes = WorkerRole.DECODE if self.mode is Mode.DISAGGREGATED else WorkerRole.MIXED
         role = WorkerRole.PREFILL if kind == "p" else decodes
+        mesh.choose_chunks(role.computes)
         config = WorkerConfig(mode=self.mode, instance=self._config, limits=self.limits)
         host = WorkerHost(context, role, config, self._fetches)
         worker = self.local.add(host, self._wrap_mesh(name, mesh))
@@ -344,6 +345,25 @@ class Fleet:
             self._prefill_ports[name] = (
                 through(PrefillPort, port, _Hints(self, name)) if self._hints else port
             )
+
+    async def change_role(self, name: str, seconds: float = 10.0) -> None:
+        """Lets a prefill worker become a decode worker, or the other way round. It keeps its name,
+        and no prompt or sequence has pages as its mesh is prepared."""
+        worker, mesh = self.processes[name].worker, self.processes[name].mesh
+        role = worker.role.other
+
+        async def prepare(pages: tuple[tuple[int, ...], ...]) -> None:
+            assert all(map(len, pages)) and not (worker._prompts.placed or worker._state.groups)
+            mesh.choose_chunks(role.computes)
+
+        await worker.change_role(role, seconds, prepare, scratch_tokens=8)
+        self._prefill_ports.pop(name, None)
+        self._decode_ports.pop(name, None)
+        ports = self.local.ports(name)
+        if ports.decode:
+            self._decode_ports[name] = ports.decode
+        elif ports.prefill:
+            self._prefill_ports[name] = ports.prefill
 
     async def kill(self, name: str) -> None:
         """Kills a worker as `kill -9` would."""

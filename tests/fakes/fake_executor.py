@@ -173,6 +173,7 @@ class FakeExecutor:
         self.host: dict[int, tuple[range, list[Entry]]] = {}  # in host memory
         self.disk: FakeDisk | None = None
         self.closed = False
+        self.choose_chunks(every_prompt=False)
         self._channel = channel
         self._faults = faults or Faults()
         self._costs = costs or Costs()
@@ -193,6 +194,10 @@ class FakeExecutor:
         self._pulls = 0
         self._free_at = 0.0
         self._broken = False
+
+    def choose_chunks(self, every_prompt: bool) -> None:
+        """Sets which chunks its worker may issue, as `MeshExecutor.choose_chunks` does."""
+        self._chunks = self.limits.computed_by(every_prompt).chunk_buckets
 
     def ran(self, kind: type[C]) -> list[C]:
         """Its commands of a kind."""
@@ -359,7 +364,7 @@ class FakeExecutor:
 
     def _check_chunk(self, chunk: PrefillChunk) -> None:
         limits = self.limits
-        assert chunk.rows and chunk.chunk_tokens in limits.computed.chunk_buckets
+        assert chunk.rows and chunk.chunk_tokens in self._chunks
         for rank in range(limits.ranks):
             rows = [row for row in chunk.rows if row.rank == rank]
             assert len(rows) <= limits.rows_per_chunk

@@ -2,10 +2,7 @@
 which the sizes of a model need."""
 
 import re
-import subprocess
-import sys
 from functools import cache
-from pathlib import Path
 
 import pytest
 
@@ -20,9 +17,8 @@ from jdisagg.guide.facts import (
     GuideFacts,
     facts,
 )
-from tests import time_scale
+from tests.launch.script_ends import ends
 
-ROOT = Path(__file__).resolve().parents[2]
 ALL = [(model, card) for model in GUIDE_MODELS for card in GUIDE_HARDWARE]
 
 
@@ -31,20 +27,21 @@ def known(model: str, hardware: str = "h100") -> GuideFacts:
     return facts(FactsQuestion(model, hardware))
 
 
-@pytest.mark.parametrize("model", ["deepseek-v3", "gpt-oss-120b"])
-def test_kv_and_links_are_what_the_kv_calculator_prints(model: str) -> None:
-    found, tokens = known(model), 16384
-    command = [sys.executable, "-m", "launch.kv_calculator", f"--model={model}"]
-    command += [f"--prompt_tokens={tokens}", f"--parallel_links={found.parallel_links}"]
-    command += [f"--links={','.join(GUIDE_LINKS)}"]
-    printed = subprocess.run(
-        command, cwd=ROOT, capture_output=True, text=True, timeout=time_scale.seconds(60)
-    ).stdout
-    (length,) = (one for one in found.lengths if one.prompt_tokens == tokens)
-    assert f"{found.kv_bytes_per_token:,} bytes ({found.formula})" in printed
-    assert re.search(rf"KV of 16,384 tokens +{re.escape(bytes_text(length.kv_bytes))} *\n", printed)
-    rows = {line.split()[0]: line.split()[3] for line in printed.splitlines() if "%" in line}
-    assert rows == {link.link: f"{1e3 * link.seconds:,.2f}" for link in length.links}
+def test_kv_and_links_are_what_the_kv_calculator_prints() -> None:
+    models, asked = ("deepseek-v3", "gpt-oss-120b"), "--prompt_tokens=16384"
+    links = f"--links={','.join(GUIDE_LINKS)}"
+    lines = [
+        (f"--model={one}", asked, links, f"--parallel_links={known(one).parallel_links}")
+        for one in models
+    ]
+    for model, end in zip(models, ends("kv_calculator", *lines), strict=True):
+        found, printed = known(model), end.out
+        (length,) = (one for one in found.lengths if one.prompt_tokens == 16384)
+        assert f"{found.kv_bytes_per_token:,} bytes ({found.formula})" in printed
+        kv = re.escape(bytes_text(length.kv_bytes))
+        assert re.search(rf"KV of 16,384 tokens +{kv} *\n", printed)
+        rows = {line.split()[0]: line.split()[3] for line in printed.splitlines() if "%" in line}
+        assert rows == {link.link: f"{1e3 * link.seconds:,.2f}" for link in length.links}
 
 
 @pytest.mark.parametrize("model", CATALOG)

@@ -2,7 +2,6 @@
 phone's width, and asks nobody but its server."""
 
 import json
-from pathlib import Path
 
 import pytest
 
@@ -13,7 +12,7 @@ pytestmark = pytest.mark.ci
 WIDE = "document.documentElement.scrollWidth > innerWidth"
 
 
-async def test_the_guide_draws_three_modes_and_follows_its_sliders(tmp_path: Path) -> None:
+async def test_the_guide_draws_three_modes_and_follows_its_sliders() -> None:
     with guide_server() as server:
         async with browser() as page:
             await page.open(server.url, 360, 740)
@@ -44,4 +43,3 @@ async def test_the_guide_draws_three_modes_and_follows_its_sliders(tmp_path: Pat
             assert not page.errors
             ours = (server.url, "data:", "about:")
             assert not [url for url in page.requests if not url.startswith(ours)]
-            await page.picture(tmp_path / "guide.png")

@@ -52,16 +52,6 @@ def test_the_page_and_all_files_that_it_names_are_served_and_no_others_exist() -
             GuideServer(server.server_port)
 
 
-def test_no_file_names_an_outside_address_or_turns_text_into_html_or_code() -> None:
-    ways = r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|eval\(|Function\(|srcdoc"
-    for name, text in OWN.items():
-        assert not re.search(r"https?:|[\"'(]//|@import|wss?:", text), name
-        assert not re.search(ways, text), name
-    # The content security policy would refuse scripts and styles of the page's own.
-    assert not re.search(r"<style|\sstyle=|\son\w+=", INDEX)
-    assert re.findall(r"<script[^>]*>([^<]*)</script>", INDEX) == [""]
-
-
 def test_questions_are_answered_over_http_and_refused_by_name() -> None:
     with guide_server() as server:
         status, content = ask(server, "/api/guide", b'{"rate": 0.5, "prompt_tokens": 256}')
@@ -81,9 +71,7 @@ def test_questions_are_answered_over_http_and_refused_by_name() -> None:
         assert ask(server, "/api/other", b"{}")[0] == 404
 
 
-def test_the_command_says_where_the_guide_is_and_loads_no_jax() -> None:
-    code = "import sys, launch.guide; assert 'jax' not in sys.modules"
-    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
+def test_the_command_says_where_the_guide_is() -> None:
     command = [sys.executable, "-m", "launch.guide", "--http_port=0"]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
         said = process.stdout.readline()

@@ -1,22 +1,8 @@
-"""What a load generator prints is judged by its counts, and the page names every client."""
+"""The page names every client."""
 
 from pathlib import Path
 
 from tests.http_clients.catalogue import CLIENTS, HERE, ROOT
-
-PRINTED = {
-    "vllm": "Successful requests:      10\nFailed requests:      %d\n",
-    "guidellm": "completed | elapsed=9 | successful=9 errored=%d incomplete=0 |",
-    "aiperf": "complete | completed=10, cancelled=0, errors=%d |",
-}
-
-
-def test_a_load_generator_whose_requests_failed_has_failed() -> None:
-    for name, printed in PRINTED.items():
-        text = f"begin\n(poisson@4.00): {printed}\nend"
-        assert CLIENTS[name].succeeded(text % 0) and not CLIENTS[name].succeeded(text % 1), name
-    for count, fine in ((10, True), (9, False)):
-        assert CLIENTS["sglang"].succeeded(f"Successful requests:      {count}   \n") is fine
 
 
 def test_every_client_is_on_the_page_and_every_script_is_a_clients() -> None:

@@ -78,6 +78,7 @@ async def worker(
     layout: str = "tp=2",
     warm_up: bool = False,
     autotune_results: str = "",
+    elastic: bool = False,
 ) -> AsyncIterator[Running]:
     port = free_ports("127.0.0.1", 1)[0]
     config = WorkerConfig(
@@ -102,7 +103,7 @@ async def worker(
         return load_model(MODEL, layout, devices)
 
     source = replace(model_source(config.model), load=load, relayout=relay)
-    process = WorkerProcessConfig("w", role, (), config, devices=2, place="")
+    process = WorkerProcessConfig("w", role, (), config, devices=2, place="", elastic=elastic)
     running = run_worker(process, source, ProcessGroup(0, 1), jax.devices()[:2])
     task = asyncio.create_task(running)
     address = f"127.0.0.1:{port}"

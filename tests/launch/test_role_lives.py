@@ -1,5 +1,5 @@
-"""A worker process changes its role: the same weights in another layout, everything else afresh,
-and back again when that fails.
+"""A worker process changes its role: on its layout as it runs; on another layout with the same
+weights, everything else afresh, and back again when that fails.
 
 The process runs inside the test, on its loop; it is asked over gRPC as a router would ask."""
 
@@ -16,8 +16,15 @@ import pytest
 
 from jdisagg.clock import MonotonicClock
 from jdisagg.engine.replica import Loaded, Replica
-from jdisagg.errors import ConfigError, InvalidRequestError, JdisaggError, LayoutError
+from jdisagg.errors import (
+    ConfigError,
+    InvalidRequestError,
+    JdisaggError,
+    LayoutError,
+    UnavailableError,
+)
 from jdisagg.executor.mesh_executor import MeshExecutor
+from jdisagg.executor.programs import Programs
 from jdisagg.layout.axes import Layout
 from jdisagg.messages.roles import SwitchCall, SwitchState
 from jdisagg.messages.worker_status import WorkerRole
@@ -27,16 +34,67 @@ from jdisagg.service.internal.remote_ports import RemoteWorker
 from jdisagg.supervisor.supervisor import EXIT_BROKEN
 from tests import time_scale
 from tests.launch.role_lives import DECODE, PREFILL, Running, failing, real, worker
+from tests.worker.calls import prefill_call, reserve_call
 
 
 async def role_of(running: Running, role: WorkerRole) -> tuple[str, str]:
-    """What its own port of that role says; raises where it serves none."""
+    """What it says. It takes no prompts of the other role."""
     remote = RemoteWorker(running.address)
     try:
-        status = await (remote.prefill if role is PREFILL else remote.decode).status()
+        with pytest.raises(UnavailableError, match=f"is a {role.value} worker now"):
+            if role is DECODE:
+                await remote.prefill.prefill(prefill_call())
+            else:
+                await remote.decode.reserve(reserve_call())
+        status = await remote.decode.status()
         return status.role.value, status.layout
     finally:
         await remote.aclose()
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize("elastic", [False, True])
+async def test_a_worker_changes_its_role_on_its_layout_as_it_runs(
+    elastic: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Weights, pages and programs stay; those that are missing are compiled before, and once."""
+    compiled, compile_ = list[int](), Programs.compile
+    monkeypatch.setattr(
+        Programs, "compile", lambda *args, **named: compiled.append(1) or compile_(*args, **named)
+    )
+    async with worker(layout="tp=1", warm_up=True, elastic=elastic) as running:
+        first, counts = await running.report(), [len(compiled)]
+        for number, role in enumerate((DECODE, PREFILL, DECODE), 1):
+            report = await running.switch(number, role, "tp=1")
+            found = (report.state, report.role, report.boot_id)
+            assert found == (SwitchState.DONE, role, first.boot_id), report.reason
+            assert report.build_seconds == 0.0 < report.total_seconds
+            assert await role_of(running, role) == (role.value, "dp=1,tp=1,ep=1")
+            counts.append(len(compiled))
+        assert len(running.loads) == 1  # type: ignore[attr-defined]
+        assert counts[1] == counts[2] == counts[3] > 0
+        assert (counts[0] == counts[1]) is elastic
+        names = [thread.name for thread in threading.enumerate()]
+        assert names.count("w-dispatch") == 1
+    assert running.task.result() == 0
+
+
+@pytest.mark.ci
+async def test_a_role_whose_programs_cannot_be_compiled_is_not_taken(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def fails(*_: object, beside: bool = False, **__: object) -> None:
+        if beside:
+            raise MemoryError("no room for it")
+
+    monkeypatch.setattr("jdisagg.node.worker.warm_up", fails)
+    async with worker(layout="tp=1", warm_up=True) as running:
+        before = await running.report()
+        report = await running.switch(7, DECODE, "tp=1")
+        found = (report.state, report.role, report.boot_id)
+        assert found == (SwitchState.FAILED, PREFILL, before.boot_id)
+        assert report.reason == "MemoryError: no room for it"
+        assert await role_of(running, PREFILL) == ("prefill", "dp=1,tp=1,ep=1")
 
 
 @pytest.mark.ci
@@ -50,8 +108,6 @@ async def test_a_worker_changes_its_role_and_back_without_reading_its_files_agai
         assert found == (SwitchState.DONE, 7, DECODE, Layout(dp=2)), there.reason
         assert there.boot_id != first.boot_id and there.total_seconds > 0
         assert await role_of(running, DECODE) == ("decode", "dp=2,tp=1,ep=1")
-        with pytest.raises(JdisaggError):
-            await role_of(running, PREFILL)
         back = await running.switch(8, PREFILL, "tp=2")
         found = (back.state, back.role, back.layout)
         assert found == (SwitchState.DONE, PREFILL, Layout(tp=2)), back.reason

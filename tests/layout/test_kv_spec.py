@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from jdisagg.errors import ConfigError
 from jdisagg.layout.kv_spec import DTYPE_BYTES, KVComponent, KVLayer, KVSpec
 from jdisagg.layout.mesh_card import MeshCard
-from jdisagg.transfer.boxes import head_granule, plan_handoff
+from jdisagg.layout.reshard_plan import head_granule, plan_handoff
 
 UNHURRIED = settings(max_examples=60, suppress_health_check=[HealthCheck.too_slow])
 ROW_BYTES = {**DTYPE_BYTES, "uint8": 1, "uint16": 2}

@@ -1,6 +1,6 @@
 """Names of models: folders, and Hugging Face names from the cache or from a hub. The hub is a real
-server on loopback that speaks the part of the hub's HTTP API that `huggingface_hub` uses; each case
-runs in a process of its own, since the library reads its environment at import."""
+server on loopback that speaks the part of the hub's HTTP API that `huggingface_hub` uses; each
+environment has a process of its own, since the library reads its environment at import."""
 
 import hashlib
 import json
@@ -17,6 +17,7 @@ import pytest
 from models.hub import served_name
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
+SMALL: dict[str, object] = {"name": "org/small"}
 FILES = {
     "config.json": b'{"model_type": "llama"}',
     "tokenizer.json": b"{}",
@@ -86,74 +87,73 @@ def hub() -> Iterator[str]:
     server.server_close()
 
 
-def resolved(name: str, home: Path, endpoint: str, **more: str) -> dict[str, str]:
-    """What `local_model` gives in a process with that environment: its path or its error."""
-    code = (
-        "import json, sys\n"
-        "from jdisagg.errors import CheckpointError\n"
-        "from models.hub import local_model\n"
-        "arguments = json.loads(sys.argv[1])\n"
-        "try: print(json.dumps({'path': str(local_model(**arguments))}))\n"
-        "except CheckpointError as error: print(json.dumps({'error': str(error)}))\n"
-    )
-    arguments: dict[str, object] = {"name": name}
-    if revision := more.pop("revision", ""):
-        arguments["revision"] = revision
-    if more.pop("weights", "yes") == "no":
-        arguments["weights"] = False
+ASK = """
+import json, sys
+from jdisagg.errors import CheckpointError
+from models.hub import local_model
+for arguments in json.loads(sys.argv[1]):
+    try: print(json.dumps(str(local_model(**arguments))))
+    except CheckpointError as error: print(json.dumps(f"error: {error}"))
+"""
+
+
+def resolved(home: Path, endpoint: str, *asked: dict[str, object], **more: str) -> list[str]:
+    """What each call of `local_model` gives in a process with that environment: its path or its
+    error."""
     clean = {key: value for key, value in os.environ.items() if not key.startswith("HF_")}
     done = subprocess.run(
-        [sys.executable, "-c", code, json.dumps(arguments)],
+        [sys.executable, "-c", ASK, json.dumps(asked)],
         env={**clean, "HF_HOME": str(home), "HF_ENDPOINT": endpoint, **more},
         capture_output=True,
         text=True,
         check=True,
         cwd=Path(__file__).parents[2],
     )
-    return json.loads(done.stdout.splitlines()[-1])
+    return [json.loads(line) for line in done.stdout.splitlines()[-len(asked) :]]
 
 
 def test_a_name_is_downloaded_once_without_what_is_not_read_and_then_found_offline(
     hub: str, tmp_path: Path
 ) -> None:
-    first = resolved("org/small", tmp_path, hub, HF_TOKEN="hf_secret")
-    folder = Path(first["path"])
+    revised = {**SMALL, "revision": "v1"}
+    *first, again = resolved(tmp_path, hub, SMALL, revised, HF_TOKEN="hf_secret")
+    folder = Path(again)
+    assert first == [again] and any("/revision/v1" in path for path, _ in Hub.asked)
     found = {str(each.relative_to(folder)) for each in folder.rglob("*") if each.is_file()}
     assert found == {"config.json", "tokenizer.json", "model.safetensors"}
     assert (folder / "model.safetensors").read_bytes() == b"weights"
     tokens = {token for path, token in Hub.asked if "/org/small" in path}
     assert tokens == {"Bearer hf_secret"}
     Hub.asked = []
-    again = resolved("org/small", tmp_path, hub, HF_HUB_OFFLINE="1")
+    again = resolved(tmp_path, hub, SMALL, HF_HUB_OFFLINE="1")
     assert again == first and not [path for path, _ in Hub.asked if "/org/small" in path]
-    unreachable = resolved("org/small", tmp_path, "http://127.0.0.1:9")
-    assert unreachable == first
+    assert resolved(tmp_path, "http://127.0.0.1:9", SMALL) == first
 
 
-def test_a_planner_downloads_no_weights(hub: str, tmp_path: Path) -> None:
-    folder = Path(resolved("org/small", tmp_path, hub, weights="no")["path"])
-    assert (folder / "config.json").is_file() and not (folder / "model.safetensors").exists()
-
-
-def test_a_revision_is_taken_and_an_unknown_one_is_refused(hub: str, tmp_path: Path) -> None:
-    assert "path" in resolved("org/small", tmp_path, hub, revision="v1")
-    error = resolved("org/small", tmp_path, hub, revision="v9")["error"]
-    assert error == "model 'org/small' has no revision 'v9'"
+def test_a_planner_downloads_no_weights_and_an_unknown_revision_is_refused(
+    hub: str, tmp_path: Path
+) -> None:
+    asked = ({**SMALL, "weights": False}, {**SMALL, "revision": "v9"})
+    planned, unknown = resolved(tmp_path, hub, *asked)
+    found = {each.name for each in Path(planned).iterdir()}
+    assert "config.json" in found and "model.safetensors" not in found
+    assert unknown == "error: model 'org/small' has no revision 'v9'"
 
 
 def test_errors_name_the_model_the_cause_and_the_remedy(hub: str, tmp_path: Path) -> None:
-    missing = resolved("org/other", tmp_path, hub)["error"]
+    missing, gated = resolved(tmp_path, hub, {"name": "org/other"}, {"name": "org/gated"})
     assert "'org/other'" in missing and "check the name" in missing
-    assert "accept its licence" in resolved("org/gated", tmp_path, hub)["error"]
+    assert "accept its licence" in gated
     for endpoint, more in ((hub, {"HF_HUB_OFFLINE": "1"}), ("http://127.0.0.1:9", {})):
-        error = resolved("org/small", tmp_path / "empty", endpoint, **more)["error"]
+        (error,) = resolved(tmp_path / "empty", endpoint, SMALL, **more)
         assert "hf download org/small --local-dir DIR" in error and str(tmp_path) in error
 
 
 def test_a_folder_wins_over_a_name_and_takes_no_revision(hub: str, tmp_path: Path) -> None:
-    assert resolved(str(tmp_path), tmp_path, hub) == {"path": str(tmp_path)}
-    assert resolved("no-such-folder", tmp_path, hub) == {"path": "no-such-folder"}
-    assert "org/name" in resolved(str(tmp_path), tmp_path, hub, revision="v1")["error"]
+    here: dict[str, object] = {"name": str(tmp_path)}
+    asked = (here, {"name": "no-such-folder"}, {**here, "revision": "v1"})
+    folder, missing, revised = resolved(tmp_path, hub, *asked)
+    assert (folder, missing) == (str(tmp_path), "no-such-folder") and "org/name" in revised
     assert not Hub.asked
 
 

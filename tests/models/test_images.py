@@ -86,7 +86,7 @@ def _logits(
 DENSE = [name for name in FIXTURES if "_moe" not in name]
 
 
-@pytest.mark.parametrize(("name",), first_quick((name,) for name in DENSE))
+@pytest.mark.parametrize(("name",), first_quick(((name,) for name in DENSE), quick=0))
 def test_padding_of_an_image_changes_nothing(name: str) -> None:
     _, (image, _) = golden_images(name)
     model = load_model(GOLDEN / name, Layout(), jax.devices()[:1], images=True).model

@@ -102,6 +102,7 @@ def test_what_is_kept_is_divided_by_the_scale_of_its_head(name: str, tmp_path: P
             for layout in ("dp=2,tp=2", "tp=4", "tp=2")
             for name in ("gemma4", "deepseek_v3", "qwen2_windows")
         ],
+        quick=0,
         ci=2,
     ),
 )
@@ -141,7 +142,8 @@ def test_a_scale_is_the_smallest_power_of_two_that_leaves_room(largest: float) -
             ("deepseek_v3", "tp=2"),
             ("qwen3_next", "dp=2,tp=2,ep=4"),
             ("qwen2_windows", ""),
-        ]
+        ],
+        quick=0,
     ),
 )
 def test_the_largest_keys_and_values_are_found_under_any_layout(name: str, layout: str) -> None:

@@ -105,30 +105,6 @@ async def test_what_was_not_seen_of_a_request_is_not_measured(cluster: ObservedC
     )
 
 
-@on_a_cluster(decode=toy_limits(ranks=2))
-async def test_pages_of_every_rank_add_up_to_all_pages_while_requests_run(
-    cluster: ObservedCluster,
-) -> None:
-    running = [asyncio.create_task(cluster.collect(toy_request(number))) for number in range(4)]
-    used, reserved = 0.0, 0.0
-    for _ in range(20):
-        await asyncio.sleep(0.005)
-        samples = parse(await cluster.observer.metrics.scrape())
-        for rank in "01":
-            labels = {"worker": "decode0", "role": "decode", "rank": rank}
-            states = [
-                at(samples, "pages", state=state, **labels)
-                for state in ("free", "reserved", "used")
-            ]
-            assert sum(states) == 64 and min(states) >= 0
-            reserved += states[1]
-            used += states[2]
-    assert used > 0 and reserved > 0, (
-        "the requests held pages while we looked, before and after their KV came"
-    )
-    await asyncio.gather(*running)
-
-
 @on_a_cluster(decode_faults=Faults(pull_error=lambda nth: "the wire broke" if nth < 12 else ""))
 async def test_retries_are_counted_by_what_ended_the_attempt_before(
     cluster: ObservedCluster,

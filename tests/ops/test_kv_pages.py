@@ -146,27 +146,16 @@ def test_a_gathered_span_is_these_positions_of_every_sequence(length: int) -> No
         )
 
 
-def _token_write(pool: jax.Array) -> jax.Array:
-    return kv_pages.write_tokens(
-        pool, jnp.ones((4, HEADS, WIDTH)), jnp.arange(4), jnp.arange(4), unique=False
-    )
+ONES, AT = np.ones((4, HEADS, WIDTH), np.float32), np.arange(4)
+WRITES: dict[str, Callable[[jax.Array], jax.Array]] = {
+    "tokens": lambda pool: kv_pages.write_tokens(pool, ONES, AT, AT, unique=False),
+    "rows of a step": lambda pool: kv_pages.write_tokens(pool, ONES, AT, AT, unique=True),
+    "block": lambda pool: kv_pages.insert_block(pool, ONES.swapaxes(0, 1), AT, AT),
+    "pages": lambda pool: kv_pages.copy_pages(pool, np.array([0]), np.array([3])),
+}
 
 
-def _decode_write(pool: jax.Array) -> jax.Array:
-    return kv_pages.write_tokens(
-        pool, jnp.ones((4, HEADS, WIDTH)), jnp.arange(4), jnp.arange(4), unique=True
-    )
-
-
-def _block_write(pool: jax.Array) -> jax.Array:
-    return kv_pages.insert_block(pool, jnp.ones((HEADS, 4, WIDTH)), jnp.arange(4), jnp.arange(4))
-
-
-def _page_copy(pool: jax.Array) -> jax.Array:
-    return kv_pages.copy_pages(pool, jnp.array([0]), jnp.array([3]))
-
-
-@pytest.mark.parametrize("write", [_token_write, _decode_write, _block_write, _page_copy])
+@pytest.mark.parametrize("write", WRITES.values(), ids=list(WRITES))
 def test_a_donated_pool_is_written_in_place(write: Callable[[jax.Array], jax.Array]) -> None:
     pool = jax.ShapeDtypeStruct((512, HEADS, SLOTS, WIDTH), jnp.float32)
     memory = jax.jit(write, donate_argnums=0).lower(pool).compile().memory_analysis()

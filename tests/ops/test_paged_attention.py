@@ -37,33 +37,20 @@ def test_every_token_sees_exactly_its_own_past(
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-@pytest.mark.parametrize(("window", "cap"), first_quick([(37, 0.7), (None, 0.0)]))
-def test_sinks_take_their_part_and_capped_scores_are_capped(
-    implementation: Implementation, window: int | None, cap: float
-) -> None:
-    q, k, v, table = case(batch=3, heads=2, groups=3, slots=8, columns=20, width=16)
-    positions = np.array([0, 159, 80], np.int32)
-    sinks_N = np.array([-3, 0, 1.5, 4, 60, -90], np.float32)  # the fifth leaves next to nothing
-    how = {"window": window, "cap": cap, "sinks_N": sinks_N}
-    attend = partial(paged_attention, scale=16**-0.5, implementation=implementation, **how)
-    got = jax.jit(attend)(q, k, v, table, positions)
-    want = expected(q, k, v, table, positions, **how)
-    assert np.abs(want - expected(q, k, v, table, positions, window)).max() > 0.1
-    np.testing.assert_allclose(got, want, atol=1e-5)
-
-
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize(("window",), first_quick([(37,), (None,)]))
 def test_several_tokens_of_a_sequence_see_each_their_own_past(
     implementation: Implementation, window: int | None
 ) -> None:
+    """With sinks, which take their part, and capped scores."""
     q, k, v, table = case(batch=3, heads=2, groups=3, slots=8, columns=20, width=16)
     q, sinks_N = several(q, 4), np.array([-3, 0, 1.5, 4, 60, -90], np.float32)
     positions = np.array([[0, 1, 2, 0], [156, 157, 158, 159], [70, 71, 70, 70]], np.int32)
     how = {"window": window, "cap": 0.7, "sinks_N": sinks_N}
     attend = partial(paged_attention, scale=16**-0.5, implementation=implementation, **how)
     got = jax.jit(attend)(q, k, v, table, positions)
-    each = expected(q, k, v, np.repeat(table, 4, axis=0), positions.reshape(-1), **how)
+    rows = np.repeat(table, 4, axis=0), positions.reshape(-1)
+    each = expected(q, k, v, *rows, **how)
+    assert np.abs(each - expected(q, k, v, *rows, window)).max() > 0.1
     np.testing.assert_allclose(got, each, atol=1e-5)
 
 

@@ -1,8 +1,7 @@
 """Sampling against a plain reference: numpy, float64, sorting, and its own hash in Python
-integers."""
+integers. `test_filtered_draw.py` holds the kernel of GPUs against the form that is tested here."""
 
 import functools
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import jax
@@ -15,7 +14,7 @@ from jax.sharding import Mesh, PartitionSpec
 from jdisagg.ops import sampling
 from jdisagg.ops.sampling import INVALID_TOKEN, SamplingRows
 
-sample = jax.jit(sampling.sample, static_argnames=("platform", "interpret"))
+sample = jax.jit(sampling.sample, static_argnames="platform")
 greedy = jax.jit(sampling.greedy, static_argnames="platform")
 
 
@@ -109,28 +108,19 @@ def acceptable(logits: np.ndarray, row: Row) -> set[int]:
 
 
 BATCH, VOCABULARY = 176, 2048
-Choose = Callable[[np.ndarray, list["Row"]], jax.Array]
 
 
-@pytest.fixture(params=["cpu", "gpu"])
-def choose(request: pytest.FixtureRequest) -> Choose:
-    """The forms of the CPU, in XLA's loops, and of the GPU, in a kernel. Padding to one shape
-    changes no token, and the tests share one program."""
-    kernel = request.param == "gpu"
-
-    def chosen(logits: np.ndarray, rows: list[Row]) -> jax.Array:
-        count, width = logits.shape
-        large = width > VOCABULARY
-        more = (0, 0 if large else BATCH - count), (0, 0 if large else VOCABULARY - width)
-        padded = np.pad(logits, more, constant_values=-np.inf)
-        packed = pack([*rows, *[Row()] * more[0][1]])
-        tokens = sample(jnp.asarray(padded), packed, platform=request.param, interpret=kernel)
-        return tokens[: len(rows)]
-
-    return chosen
+def choose(logits: np.ndarray, rows: list[Row]) -> jax.Array:
+    """Padding to one shape changes no token, and the tests share one program."""
+    count, width = logits.shape
+    large = width > VOCABULARY
+    more = (0, 0 if large else BATCH - count), (0, 0 if large else VOCABULARY - width)
+    padded = np.pad(logits, more, constant_values=-np.inf)
+    tokens = sample(jnp.asarray(padded), pack([*rows, *[Row()] * more[0][1]]))
+    return tokens[: len(rows)]
 
 
-def check(logits_BV: np.ndarray, rows: list[Row], choose: Choose) -> None:
+def check(logits_BV: np.ndarray, rows: list[Row]) -> None:
     tokens = np.asarray(choose(logits_BV, rows))
     sure = 0
     for token, logits, row in zip(tokens, logits_BV, rows, strict=True):
@@ -167,50 +157,48 @@ FILTERS = [
 
 
 @pytest.mark.parametrize("spread", [0.02, 1.0, 8.0], ids=["flat", "middling", "peaky"])
-def test_every_filter_agrees_with_the_sorting_reference(spread: float, choose: Choose) -> None:
+def test_every_filter_agrees_with_the_sorting_reference(spread: float) -> None:
     random = np.random.default_rng(int(spread * 100))
     rows = [
         replace(row, seed=int(random.integers(2**63)), position=int(random.integers(5000)))
         for row in FILTERS
         for _ in range(6)
     ]
-    check((random.standard_normal((len(rows), 2048)) * spread).astype(np.float32), rows, choose)
+    check((random.standard_normal((len(rows), 2048)) * spread).astype(np.float32), rows)
 
 
-def test_a_nucleus_of_most_of_a_large_vocabulary_agrees_with_the_reference(choose: Choose) -> None:
+def test_a_nucleus_of_most_of_a_large_vocabulary_agrees_with_the_reference() -> None:
     random = np.random.default_rng(1)
     rows = [Row(temperature=0.8, top_p=0.95, seed=9, position=p) for p in range(24)]
-    check((random.standard_normal((24, 32000)) * 0.3).astype(np.float32), rows, choose)
+    check((random.standard_normal((24, 32000)) * 0.3).astype(np.float32), rows)
 
 
-def test_equal_logits_stand_or_fall_together(choose: Choose) -> None:
+def test_equal_logits_stand_or_fall_together() -> None:
     random = np.random.default_rng(2)
     rows = [replace(row, seed=5, position=p) for row in FILTERS for p in range(8)]
-    check(random.integers(-3, 4, (len(rows), 512)).astype(np.float32), rows, choose)
+    check(random.integers(-3, 4, (len(rows), 512)).astype(np.float32), rows)
     tied = np.array([[2, 1, 1, 1, 0, 0, 0, 0]] * BATCH, np.float32)
     tokens = np.asarray(choose(tied, [Row(top_k=2, position=p) for p in range(BATCH)]))
     assert set(tokens.tolist()) == {0, 1, 2, 3}
 
 
-def test_logits_of_minus_infinity_are_never_chosen(choose: Choose) -> None:
+def test_logits_of_minus_infinity_are_never_chosen() -> None:
     random = np.random.default_rng(3)
     rows = [replace(row, seed=7, position=p) for row in FILTERS for p in range(4)]
     logits = random.standard_normal((len(rows), 640)).astype(np.float32)
     logits[random.random(logits.shape) < 0.9] = -np.inf
     logits[:, 3] = 0
-    check(logits, rows, choose)
+    check(logits, rows)
 
 
-def test_greedy_takes_the_smallest_of_the_largest(choose: Choose) -> None:
+def test_greedy_takes_the_smallest_of_the_largest() -> None:
     logits = np.array([[0, 3, 3, 1, 0], [-1, -2, -1, -9, -np.inf]], np.float32)
     for platform in ("cpu", "tpu"):
         assert greedy(jnp.asarray(logits), platform=platform).tolist() == [1, 0]
     assert choose(logits, [Row(temperature=0)] * 2).tolist() == [1, 0]
 
 
-def test_greedy_rows_of_a_mixed_batch_are_greedy_even_when_probabilities_tie_in_float32(
-    choose: Choose,
-) -> None:
+def test_greedy_rows_of_a_mixed_batch_are_greedy_even_when_probabilities_tie_in_float32() -> None:
     logits = np.zeros((2, 200), np.float32)
     logits[:, 150] = 1e-9
     assert greedy(jnp.asarray(logits)).tolist() == [150, 150]
@@ -237,7 +225,7 @@ def test_a_token_does_not_depend_on_batch_slot_or_padding() -> None:
 
 @pytest.mark.parametrize("poison", [np.nan, np.inf])
 def test_a_row_without_a_finite_largest_logit_gives_the_invalid_token_and_spares_the_others(
-    poison: float, choose: Choose
+    poison: float,
 ) -> None:
     random = np.random.default_rng(5)
     rows = [replace(row, seed=1, position=p) for p, row in enumerate(FILTERS)]

@@ -10,7 +10,14 @@ import pytest
 from jdisagg.config import RoutingConfig
 from jdisagg.errors import ConfigError, OverloadedError
 from jdisagg.messages.registry import RouterUse
-from jdisagg.router.admission import Drain, Lateness, Quotas, admit, limit_seconds
+from jdisagg.router.admission import (
+    UNKNOWN_WAIT_SECONDS,
+    Drain,
+    Lateness,
+    Quotas,
+    admit,
+    limit_seconds,
+)
 from jdisagg.router.candidates import FAILURES, Breaker, BreakerState
 from jdisagg.router.predictor import COLD_TOKENS, FEWEST, MOST_ROUTERS, SHARED, LearnedLengths
 from jdisagg.settings.timeouts import DEFAULT_TIMEOUTS
@@ -65,7 +72,7 @@ def test_the_limit_of_a_first_token_is_the_objective_or_the_deadline() -> None:
 
 def test_the_queue_is_as_fast_as_it_was_lately_while_somebody_waited() -> None:
     drain = Drain()
-    assert drain.seconds(1000.0) == 0.0, "nothing is known"
+    assert drain.seconds(1000.0) == 0.0 and drain.seconds_each() is None, "nothing is known"
     drain.busy(0.0)
     for step in range(1, 101):
         drain.served(50.0, step * 0.1)
@@ -127,10 +134,6 @@ def test_lengths_are_learned_by_tenant_and_class_of_prompt() -> None:
     assert predictor.predict("a", 100, 30) == 30, "never more than was asked for"
     both = predictor.predict("a", 700, 10**6)
     assert 20 <= both <= 400, "the tenant's, where the class is new"
-    assert (
-        predictor.predict("b", 100, 10**6) == both == predictor.predict("c", 1, 10**6)
-        or predictor.predict("b", 100, 10**6) >= 1
-    )
 
 
 def test_of_lengths_whose_quantile_falls_on_one_of_them_it_is_that_one() -> None:
@@ -216,6 +219,9 @@ def test_at_most_twice_the_limit_wait_however_many_tenants_come_one_after_anothe
                 admit(waiting.total(), limit, 0.1, waiting[tenant], len({*waiting, tenant}))
                 waiting[tenant] += 1
     assert limit <= waiting.total() <= 2 * limit
+    with pytest.raises(OverloadedError) as fresh:
+        admit(limit, limit, None)
+    assert fresh.value.retry_after_seconds == UNKNOWN_WAIT_SECONDS, "nothing was served yet"
 
 
 def test_what_came_late_lately_is_counted_on_and_never_bars_the_way_for_good() -> None:

@@ -5,14 +5,8 @@ import random
 import pytest
 
 from jdisagg.messages.ports import Offer
-from jdisagg.scheduler.disk_blocks import (
-    MOST_SAVING,
-    MOST_WANTED,
-    DiskBlock,
-    DiskBlocks,
-    restorable,
-)
-from jdisagg.scheduler.host_blocks import HostBlocks, HostPiece
+from jdisagg.scheduler.disk_blocks import MOST_SAVING, MOST_WANTED, DiskBlocks, restorable
+from jdisagg.scheduler.host_blocks import HostBlocks, HostPiece, TierBlock
 from jdisagg.scheduler.prices import PROBE
 
 
@@ -34,20 +28,24 @@ def write_all(blocks: DiskBlocks) -> list[bytes]:
     gone: list[bytes] = []
     while True:
         block, went = blocks.take()
-        gone += went
+        gone += [one.name for one in went]
         if block is None:
             return gone
         assert blocks.written(block, now=0.0)
 
 
+def expired(blocks: DiskBlocks, before: float) -> tuple[bytes, ...]:
+    return tuple(block.name for block in blocks.expire(before))
+
+
 def lie_there(blocks: DiskBlocks) -> list[bytes]:
-    return [one for one in map(name, range(200)) if blocks.readable(one)]
+    return [one for one in map(name, range(200)) if blocks.arrived(one)]
 
 
 @pytest.mark.parametrize("seed", range(5))
 def test_no_more_lie_there_than_there_is_room_for(seed: int) -> None:
     rng, blocks = random.Random(seed), DiskBlocks(10)
-    writing: list[DiskBlock] = []
+    writing: list[TierBlock] = []
     model: set[bytes] = set()  # that lie there
     for _ in range(2000):
         deed = rng.randrange(5)
@@ -56,8 +54,9 @@ def test_no_more_lie_there_than_there_is_room_for(seed: int) -> None:
             blocks.use(0, chain(*range(start, start + rng.randrange(5))))
         elif deed == 1:
             block, gone = blocks.take()
-            assert set(gone) <= model
-            model -= set(gone)
+            names = {one.name for one in gone}
+            assert names <= model
+            model -= names
             if block is not None:
                 assert block.name not in model
                 writing.append(block)
@@ -71,10 +70,10 @@ def test_no_more_lie_there_than_there_is_room_for(seed: int) -> None:
         elif deed == 3 and model:
             one = rng.choice(sorted(model))
             if rng.random() < 0.3:
-                assert blocks.forget(blocks.hold(one))
+                assert blocks.forget(*blocks.hold([one]))
                 model.discard(one)
             else:
-                blocks.let_go([blocks.hold(one)])
+                blocks.let_go(blocks.hold([one]))
         assert len(blocks) == len(model) + len(writing) <= 10
         assert blocks.writing == len(writing) <= MOST_SAVING
         assert set(lie_there(blocks)) == model
@@ -95,7 +94,7 @@ def test_a_block_that_is_read_is_not_given_up() -> None:
     blocks = DiskBlocks(2)
     blocks.use(0, chain(1, 2))
     write_all(blocks)
-    held = [blocks.hold(name(1)), blocks.hold(name(2))]
+    held = blocks.hold(chain(1, 2))
     blocks.use(0, chain(3))
     assert blocks.take() == (None, ())
     blocks.let_go(held)
@@ -155,7 +154,7 @@ def test_after_a_write_that_failed_one_block_in_so_many_is_tried_until_one_is_wr
     third, _ = blocks.take()
     assert third is not None and third.name == name(2 * PROBE)
     assert blocks.written(third, now=0.0)
-    assert write_all(blocks) == [] and blocks.readable(name(2 * PROBE + 5))
+    assert write_all(blocks) == [] and blocks.arrived(name(2 * PROBE + 5))
 
 
 def host_with(*numbers: int) -> HostBlocks:
@@ -185,15 +184,15 @@ def test_what_was_written_too_long_ago_is_not_known_any_more() -> None:
     assert late is not None and under_way is not None
     assert blocks.written(late, now=6.0)
     blocks.use(0, chain(2))
-    held = blocks.hold(name(3))
-    assert blocks.expire(before=4.0) == chain(2)
-    assert blocks.expire(before=6.0) == chain(3, 1)
-    assert blocks.expire(before=6.0) == () and lie_there(blocks) == list(chain(4))
-    assert not blocks.knows(held)
-    blocks.let_go((held,))
-    assert blocks.expire(before=7.0) == chain(4)
+    held = blocks.hold(chain(3))
+    assert expired(blocks, 4.0) == chain(2)
+    assert expired(blocks, 6.0) == chain(3, 1)
+    assert expired(blocks, 6.0) == () and lie_there(blocks) == list(chain(4))
+    assert not blocks.knows(held[0])
+    blocks.let_go(held)
+    assert expired(blocks, 7.0) == chain(4)
     assert blocks.knows(under_way) and len(blocks) == 1
-    assert blocks.written(under_way, now=8.0) and blocks.expire(before=9.0) == chain(5)
+    assert blocks.written(under_way, now=8.0) and expired(blocks, 9.0) == chain(5)
     assert len(blocks) == 0
 
 
@@ -202,5 +201,5 @@ def test_what_has_gone_for_another_reason_does_not_expire_too() -> None:
     blocks.found({name(1): 1.0, name(2): 2.0})
     blocks.use(0, chain(3))
     assert write_all(blocks) == [name(1)]  # for want of room
-    assert blocks.forget(blocks.hold(name(2)))
-    assert blocks.expire(before=9.0) == chain(3)  # which was written at 0
+    assert blocks.forget(*blocks.hold(chain(2)))
+    assert expired(blocks, 9.0) == chain(3)  # which was written at 0

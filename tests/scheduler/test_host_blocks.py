@@ -8,9 +8,9 @@ from jdisagg.messages.ports import Offer
 from jdisagg.scheduler.host_blocks import (
     LOW_WATERMARK,
     AskedAgain,
-    HostBlock,
     HostBlocks,
     HostPiece,
+    TierBlock,
 )
 
 CAPACITY = 8
@@ -28,12 +28,12 @@ class HostBlocksMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.blocks = HostBlocks(CAPACITY)
-        self.order: list[HostBlock] = []
-        self.written: set[HostBlock] = set()
-        self.held: list[HostBlock] = []
+        self.order: list[TierBlock] = []
+        self.written: set[TierBlock] = set()
+        self.held: list[TierBlock] = []
         self.count = 0
 
-    def known(self, name: bytes) -> HostBlock | None:
+    def known(self, name: bytes) -> TierBlock | None:
         return next((block for block in self.order if block.name == name), None)
 
     @rule(name=NAMES)

@@ -55,15 +55,15 @@ def test_what_lies_in_host_memory_and_on_disk_is_listed_by_last_use_and_looking_
     host, disk = HostBlocks(8), DiskBlocks(8)
     for index, name in enumerate(chain):
         pieces = (HostPiece(Offer(index, 0, index * GRAIN, GRAIN, GRAIN, 0)),)
-        block, _ = host.begin(name, pieces)
+        block, _ = host.begin(name, pieces, index=index)
         assert block is not None
         if index < 2:
             host.written(block, pieces)
     host.let_go(host.hold(chain[:1]))  # used just now
     disk.found({chain[2]: 0.0, chain[1]: 0.0})  # used longest ago first
-    reading = disk.hold(chain[1])
+    (reading,) = disk.hold(chain[1:2])
     for _ in range(2):
-        tiers = {"host": host.listed(GRAIN), "disk": disk.listed()}
+        tiers = {"host": host.listed(), "disk": disk.listed()}
         listed = list(kept_blocks("w", kept, tiers))
         assert [
             (one.tier, one.name, one.index, one.in_use) for one in listed if one.tier != "pages"

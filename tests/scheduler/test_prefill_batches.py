@@ -120,10 +120,11 @@ def test_each_layer_group_offers_each_row_under_ids_of_its_own() -> None:
 
 def test_a_removed_prompt_leaves_the_queue() -> None:
     packer = batches()
-    packer.add(job(0, 100))
+    removed = job(0, 100)
+    packer.add(removed)
     packer.next_chunk(0)
-    packer.remove(0)
-    packer.remove(0)
+    packer.remove(removed)
+    packer.remove(removed)
     assert packer.next_chunk(0) is None and len(packer) == 0
 
 

@@ -111,8 +111,7 @@ def test_one_that_yielded_waits_as_if_it_had_come_then() -> None:
     for number, since in ((8, None), (7, 9.0)):
         request = toy_request(number, 16, max_tokens=30)
         asked = waiting(bench.state, request, number)
-        asked.since = since
-        bench.admission.enqueue(asked)
+        bench.admission.enqueue(replace(asked, since=since))
     assert [waiting.arrival for waiting in bench.admission.queue] == [8.0, 7.0]
 
 

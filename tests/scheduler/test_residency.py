@@ -40,6 +40,7 @@ class ResidencyMachine(RuleBasedStateMachine):
         self.holds: dict[int, tuple[int, ...]] = {}
         self.sequences: dict[int, tuple[int, ...]] = {}
         self.known: dict[bytes, tuple[int, ...]] = {}
+        self.left: list[tuple[int, ...]] = []  # by sequences that gave way
         self.next_owner = 0
         self.hits = 0
 
@@ -115,9 +116,46 @@ class ResidencyMachine(RuleBasedStateMachine):
         self.residency.let_go(0, owner, self.chain(tokens) if keep else ())
         assert self.ledger.free_pages >= free
 
+    @precondition(lambda self: self.sequences)
+    @rule(data=st.data())
+    def give_way(self, data: st.DataObject) -> None:
+        """All but the first token count as an answer."""
+        owner = self.some(data)
+        tokens = self.sequences.pop(owner)
+        chain = self.chain(tokens)
+        tail = self.residency.tail(request(tokens[:1]), chain, len(tokens), tokens[1:])
+        assert (tail is None) == (len(tokens) % GRAIN == 0)
+        self.residency.let_go(0, owner, chain, awaited=True, tail=tail)
+        self.left.append(tokens)
+
+    @precondition(lambda self: self.left)
+    @rule(data=st.data(), lost=st.integers(0, 3))
+    def go_on(self, data: st.DataObject, lost: int) -> None:
+        """A tail is in the pages of its sequence alone, which writes behind it."""
+        tokens = data.draw(st.sampled_from(self.left))
+        tokens = tokens[: max(1, len(tokens) - lost)]
+        chain, owner = self.chain(tokens), self.next_owner
+        start = cached = self.residency.cached_tokens(0, chain, len(tokens), to_compute=False)
+        tail = self.residency.find_tail(request(tokens[:1]), chain, len(tokens), tokens[1:])
+        name = b""
+        if tail is not None and cached == tail.start and self.residency.pages(0, tail.name):
+            name, start = tail.name, len(tokens)
+        wanted = pages_for(len(tokens) + 1, PAGE_SIZE)
+        got = self.residency.reserve(0, owner, chain, cached, wanted, name)
+        if got is None:
+            return
+        assert len(got) == wanted and not (name and self.residency.pages(0, name))
+        for index in range(pages_for(start, PAGE_SIZE)):
+            due = tokens[index * PAGE_SIZE : (index + 1) * PAGE_SIZE]
+            assert self.holds[got[index]][: len(due)] == due
+        self.sequences[owner] = tokens
+        self.next_owner += 1
+        self.write(owner, start)
+
     @rule()
     def clear(self) -> None:
         self.residency.clear()
+        self.left.clear()
         assert self.ledger.idle_pages == 0
 
     @invariant()
@@ -138,7 +176,9 @@ class ResidencyMachine(RuleBasedStateMachine):
     def every_kept_page_has_one_name(self) -> None:
         tree = self.residency._trees[0]
         assert tree._names.keys() == self.ledger._kept
-        assert len(tree._names) == len(tree) * GRAIN // PAGE_SIZE
+        tails = [pages for name, pages in tree._blocks.items() if name in tree._tails]
+        blocks = (len(tree) - len(tails)) * GRAIN // PAGE_SIZE
+        assert len(tree._names) == blocks + sum(map(len, tails))
         assert all(tree._names[page] == name for name in self.known for page in self.of(tree, name))
 
     @invariant()

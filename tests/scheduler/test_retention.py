@@ -152,10 +152,10 @@ class Disk(Host):
         self.retained.asked(request((1,), retention), self.names(number), PAGE)
         self.blocks.use(0, self.names(number))
         while (block := self.blocks.take()[0]) is not None:
-            self.blocks.written(block, 0.0)
+            self.blocks.written(block)
 
     def has(self, number: int) -> bool:
-        return all(map(self.blocks.readable, self.names(number)))
+        return all(map(self.blocks.arrived, self.names(number)))
 
 
 TIERS = pytest.mark.parametrize("tier", [Pages, Host, Disk])

@@ -7,11 +7,17 @@ from dataclasses import replace
 import pytest
 
 from jdisagg.messages.step_commands import DecodeResult, DecodeSteps, SampledToken
-from jdisagg.scheduler.acceptance import PRIOR, Acceptance
 from jdisagg.scheduler.admission import Admission
 from jdisagg.scheduler.decode_batches import DecodeBatches
 from jdisagg.scheduler.decode_state import DecodeState
-from jdisagg.scheduler.draft_worth import LEAST_REST, LEAST_SAMPLES, MOST_CREDIT, REMEASURE
+from jdisagg.scheduler.draft_worth import (
+    LEAST_REST,
+    LEAST_SAMPLES,
+    MOST_CREDIT,
+    PRIOR,
+    REMEASURE,
+    Acceptance,
+)
 from jdisagg.scheduler.executor import MeshLimits
 from jdisagg.scheduler.handoff import HandoffEvent
 from jdisagg.scheduler.ngram import MOST_SEARCHED, NgramSearch

@@ -12,11 +12,7 @@ from jdisagg.config import LimitsConfig, Mode, ServiceConfig
 from jdisagg.dispatch.frontend import Frontend
 from jdisagg.errors import OverloadedError
 from jdisagg.messages.step_commands import StepCommand, StepResult
-from jdisagg.router.admission import UNKNOWN_WAIT_SECONDS
 from jdisagg.service.server import GenerationServer
-from tests.fakes.cluster import Cluster, toy_request
-from tests.fakes.fake_executor import Costs
-from tests.fakes.virtual_time import run_virtually
 from tests.observe.observed import ObservedCluster
 from tests.service.doors import MODEL, FakePath, byte_tokenizer
 from tests.service.http_doors import running
@@ -81,18 +77,3 @@ async def test_our_client_gets_an_answer_or_a_typed_refusal_to_each_call_of_a_bu
 
         outcomes = collections.Counter(await asyncio.gather(*(outcome() for _ in range(CALLS))))
         check(outcomes, await counted(cluster))
-
-
-def test_a_full_queue_that_has_served_nothing_yet_does_not_invite_clients_back_at_once() -> None:
-    async def main() -> None:
-        slow = Costs(prefill_token=2.0)
-        limits = LimitsConfig(max_waiting_requests=4, default_deadline_seconds=900.0)
-        async with Cluster(Mode.UNIFIED, limits=limits, costs=slow) as cluster:
-            held = [asyncio.ensure_future(cluster.collect(toy_request(at))) for at in range(4)]
-            await asyncio.sleep(0.5)
-            with pytest.raises(OverloadedError) as fresh:
-                await cluster.collect(toy_request(5))
-            assert fresh.value.retry_after_seconds == UNKNOWN_WAIT_SECONDS
-            await asyncio.gather(*held)
-
-    run_virtually(main)

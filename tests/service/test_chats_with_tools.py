@@ -11,7 +11,7 @@ import openai
 import pytest
 
 from jdisagg.chat.messages import ChatPrompt
-from jdisagg.client import AsyncClient, ChatMessage, ChatTool, ToolCall
+from jdisagg.client import AsyncClient, ChatMessage, ChatTool
 from jdisagg.request import (
     AcceptedChild,
     FinishReason,
@@ -130,44 +130,6 @@ async def test_reasoning_may_begin_in_the_prompt(
     kwargs = {"enable_thinking": thinks}
     (said,) = await streamed(client, extra_body={"chat_template_kwargs": kwargs})
     assert said == Said("b", "a" if thinks else "", end="stop")
-
-
-async def test_the_model_is_shown_tools_calls_and_results(
-    door: HttpDoor, client: openai.AsyncOpenAI
-) -> None:
-    say(door, "ok")
-    call = {"name": "weather", "arguments": '{"city": "Rom"}'}
-    messages: Any = [
-        *CHAT,
-        {
-            "role": "assistant",
-            "content": None,
-            "reasoning_content": "hm",
-            "tool_calls": [{"id": "c1", "type": "function", "function": call}],
-        },
-        {"role": "tool", "tool_call_id": "c1", "content": "wet"},
-    ]
-    await client.chat.completions.create(model="tiny", messages=messages, tools=[WEATHER])
-    (await door.ask("/tokenize", {"messages": messages, "tools": [WEATHER]})).fields["tokens"]
-    async with AsyncClient(door.target) as ours:
-        messages[1]["content"] = ""
-        await ours.complete(messages=messages, tools=[WEATHER])
-        asked = (
-            ChatMessage("user", "hi"),
-            ChatMessage(
-                "assistant",
-                "",
-                reasoning="hm",
-                tool_calls=(ToolCall("weather", '{"city": "Rom"}', "c1"),),
-            ),
-            ChatMessage("tool", "wet", tool_call_id="c1"),
-        )
-        await ours.complete(messages=asked, tools=[ChatTool("weather", "of a city", SCHEMA)])
-    expected = (
-        f"[{json.dumps(WEATHER)}]<user>hi<assistant><think>hm</think>"
-        "<tool_call>weather Rom c1</tool_call><tool>wet(c1)<assistant>"
-    )
-    assert prompts(door) == [expected] * 3
 
 
 async def test_an_answer_goes_on_at_whatever_token_it_is_resumed() -> None:

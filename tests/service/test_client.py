@@ -2,7 +2,6 @@
 
 import asyncio
 import pathlib
-import subprocess
 import sys
 from asyncio.subprocess import PIPE
 from typing import Any
@@ -120,10 +119,7 @@ UNSENDABLE: list[tuple[dict[str, Any], str]] = [
     ({"messages": [USER | {"content": "a" + S}]}, "messages[0] cannot be sent: '.ud800'"),
     ({"messages": [], "chat_template_kwargs": {"a": object()}}, "chat_template_kwargs cannot be"),
     ({"prompt": "x", "documents": [{"text": "a"}]}, "are for chats; give messages"),
-    ({"prompt": "x", "max_tokens": 2**70}, "max_tokens"),
-    ({"prompt": "x", "temperature": "hot"}, "temperature='hot'"),
     ({"prompt": "x", "beams": 4}, "unknown sampling option beams"),
-    ({"prompt": "x", "stop": 5}, "stop=5"),
     ({"token_ids": ["a"]}, "cannot be sent"),
 ]
 
@@ -169,6 +165,7 @@ async def ask(*flags: str, stdin: bytes = b"") -> tuple[int | None, str, str]:
     return process.returncode, out.decode(), err.decode()
 
 
+@pytest.mark.ci
 async def test_ask_writes_the_text_to_stdout_and_timings_and_errors_to_stderr(
     door: HttpDoor,
 ) -> None:
@@ -183,15 +180,3 @@ async def test_ask_writes_the_text_to_stdout_and_timings_and_errors_to_stderr(
     code, out, err = await ask(f"--target={door.target}", "--prompt=x", "--max_tokens=600")
     assert (code, out) == (1, "")
     assert err.startswith("error: max_tokens=600"), "no empty line before it where no text came"
-
-
-def test_the_client_imports_neither_jax_nor_the_router() -> None:
-    names = (
-        "[m for m in sys.modules if m.split('.')[0] in ('jax', 'flax') or"
-        " m.startswith('jdisagg.router.')]"
-    )
-    command = [sys.executable, "-c", f"import sys, jdisagg.client; print({names})"]
-    assert (
-        subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
-        == "[]\n"
-    )

@@ -33,18 +33,6 @@ async def test_every_request_gets_the_oracles_tokens_and_nothing_is_left() -> No
         await router.close()
 
 
-async def test_what_clients_give_up_is_freed() -> None:
-    async with served() as cluster:
-        router = cluster.router()
-        for number in range(8):
-            stream = router.path.stream(toy_request(number, max_tokens=100))
-            for _ in range(1 + number % 4):
-                await anext(stream)
-            await stream.aclose()
-        await quiet(cluster)
-        await router.close()
-
-
 async def test_one_router_dies_and_the_others_streams_go_on() -> None:
     async with served() as cluster:
         dying, living = cluster.router(), cluster.router()

@@ -11,6 +11,7 @@ from jdisagg.service.grpc import generate_stubs
 FOLDER = pathlib.Path(generate_stubs.__file__).parent
 
 
+@pytest.mark.ci
 def test_the_committed_stubs_are_fresh(tmp_path: pathlib.Path) -> None:
     pytest.importorskip("grpc_tools", reason="grpcio-tools is in the dev extra")
     # In a process of its own: protoc's Python module registers every .proto a second time.

@@ -5,7 +5,6 @@ import contextlib
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from functools import partial
-from typing import Protocol
 
 import msgspec
 import pytest
@@ -14,13 +13,13 @@ from jdisagg.clock import MonotonicClock
 from jdisagg.dispatch.membership import Membership, WorkerPorts
 from jdisagg.errors import IncompatiblePeerError, NameTakenError, UnavailableError
 from jdisagg.layout.axes import Layout
-from jdisagg.messages.kept_blocks import KeptMark, KeptNews, KeptScheme
+from jdisagg.messages.kept_blocks import KeptScheme
 from jdisagg.messages.registry import ModelCard, RouterUse, WorkerCard
 from jdisagg.messages.worker_status import WorkerRole, WorkerStatus
 from jdisagg.router.known_blocks import KnownBlocks
 from jdisagg.router.predictor import FEWEST, LearnedLengths
 from jdisagg.scheduler.kept_log import KeptLog
-from jdisagg.service.internal import registry, rpc
+from jdisagg.service.internal import registry
 from jdisagg.service.internal.registry import RegistryClient, Share, registry_service
 from jdisagg.settings.timeouts import MembershipTimeouts
 from tests.service.doors import STATUS, eventually
@@ -83,33 +82,6 @@ async def test_lengths_of_answers_at_one_router_are_predicted_at_another_through
         worker(one, two),
     ):
         await eventually(lambda: learned[1].predict("t", 50, 100) == 7)
-
-
-async def test_a_router_that_does_not_share_what_clients_spend_keeps_its_workers() -> None:
-    """A router of a version before 42 lacks the call."""
-
-    class Older(Protocol):
-        async def register(self, card: WorkerCard) -> None: ...
-        async def heartbeat(self, boot_id: int, status: WorkerStatus) -> bool: ...
-        async def kept(self, boot_id: int, news: KeptNews) -> KeptMark: ...
-        async def deregister(self, name: str, boot_id: int) -> None: ...
-
-    membership, Older.__name__ = (
-        Membership(MonotonicClock(), lambda card: WorkerPorts()),
-        "RegistryPort",
-    )
-    older = rpc.service(
-        Older, registry._Registry(membership, registry._reached, registry._unshared)
-    )
-    async with (
-        listening(older) as address,
-        router() as (other, _),
-        worker(address, other) as client,
-    ):
-        await eventually(lambda: len(client.registered) == 2)
-        beats = membership._entries[CARD.name].heard_at
-        await eventually(lambda: membership._entries[CARD.name].heard_at > beats)
-        assert membership.statuses() == (STATUS,)
 
 
 async def test_a_router_that_is_away_holds_up_no_other_and_knows_the_worker_when_it_is_back() -> (

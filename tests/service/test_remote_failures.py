@@ -194,6 +194,7 @@ async def test_one_reservation_is_generated_once() -> None:
         assert await two.decode.status() == STATUS
 
 
+@pytest.mark.ci
 async def test_a_worker_that_stopped_in_its_tracks_is_noticed() -> None:
     """Its kernel still accepts connections and acknowledges bytes: only unanswered pings tell."""
     process = await asyncio.create_subprocess_exec(

@@ -144,6 +144,7 @@ async def test_a_drain_lets_suspended_requests_resume() -> None:
         await draining
 
 
+@pytest.mark.ci
 async def test_sigterm_lets_running_streams_end_and_refuses_new_ones() -> None:
     process = await asyncio.create_subprocess_exec(
         sys.executable,

@@ -16,7 +16,7 @@ from jdisagg.simulator.executor import SimulatedExecutor
 from jdisagg.simulator.fleet import INSTANCE, Fleet, Pool
 from jdisagg.simulator.run import Result, simulate
 from jdisagg.simulator.step_costs import Pace
-from jdisagg.simulator.workloads import Arrival, Fixed, gamma, poisson
+from jdisagg.simulator.workloads import Arrival, Fixed, gamma
 from tests.costs.named import H100, LLAMA_8B, LLAMA_31_8B
 
 SERVICE = 0.1
@@ -140,23 +140,6 @@ def test_a_router_that_knows_of_the_pipeline_keeps_it_full() -> None:
     result = simulate(fleet, gamma(0.9 * stages / seconds, 300, Fixed(2048, 1), 1.0, seed=3))
     assert {outcome.end for outcome in result.outcomes} == {"finished"}
     assert sorted(outcome.ttft or 0.0 for outcome in result.outcomes)[-1] < 0.5
-
-
-def test_d_d_1_waits_for_nothing_below_capacity_and_ever_longer_above() -> None:
-    below = waits(simulate(one_server(Mode.DISAGGREGATED), gamma(9.0, 200, Fixed(CHUNK, 1), 0.0)))
-    assert below == pytest.approx(np.zeros(200), abs=1e-9)
-    gap = 1 / 12.5
-    above = waits(simulate(one_server(Mode.DISAGGREGATED), gamma(12.5, 200, Fixed(CHUNK, 1), 0.0)))
-    assert above == pytest.approx(np.arange(200) * (SERVICE - gap), rel=0.01, abs=1e-9)
-
-
-@pytest.mark.slow
-def test_m_d_1_waits_as_long_as_theory_says() -> None:
-    load = 0.3
-    result = simulate(
-        one_server(Mode.DISAGGREGATED), poisson(load / SERVICE, 200_000, Fixed(CHUNK, 1), seed=1)
-    )
-    assert waits(result).mean() == pytest.approx(load * SERVICE / (2 * (1 - load)), rel=0.01)
 
 
 @pytest.mark.parametrize("mode", [Mode.DISAGGREGATED, Mode.CHUNKED, Mode.UNIFIED])

@@ -1,7 +1,8 @@
 """Under any faults every request ends once, all pages return, and the faults did strike."""
 
+import gc
+
 import pytest
-from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from jdisagg.config import Mode
@@ -19,6 +20,8 @@ from jdisagg.simulator.faults import (
 from jdisagg.simulator.fleet import Fleet
 from jdisagg.simulator.run import Result, simulate
 from jdisagg.simulator.workloads import Arrival, poisson
+from tests.lanes import given_examples
+from tests.memory import set_aside
 from tests.simulator.conservation import check, random_faults
 from tests.simulator.fleets import LENGTHS, small_fleet
 
@@ -32,8 +35,9 @@ def run(
     )
 
 
-@settings(max_examples=12, suppress_health_check=[HealthCheck.too_slow])
-@given(
+@given_examples(
+    6,
+    60,
     seed=st.integers(0, 10_000),
     count=st.integers(1, 6),
     mode=st.sampled_from([Mode.DISAGGREGATED, Mode.DISAGGREGATED, Mode.CHUNKED]),
@@ -120,17 +124,16 @@ def test_faults_of_nobody_and_words_of_no_meaning_are_refused() -> None:
     assert parse_fault("slow:prefill-1:2:0.1:30") == SlowLink("prefill-1", 2.0, 0.1, 30.0)
 
 
-def test_one_token_answers_and_prompts_that_never_fit_end_too() -> None:
-    fleet = small_fleet()
-    outcomes = simulate(
-        fleet, [Arrival(0.0, 100, 1), Arrival(0.0, 9000, 4), Arrival(0.1, 100, 4)]
-    ).outcomes
+def test_what_the_caller_set_aside_from_collections_stays_aside() -> None:
+    set_aside()
+    before = gc.get_freeze_count()
+    run(small_fleet(), [], count=1)
+    assert gc.get_freeze_count() > before / 2
+
+
+@pytest.mark.parametrize("tokens", [9000, 10**18])
+def test_a_prompt_that_never_fits_fails_alone(tokens: int) -> None:
+    arrivals = [Arrival(0.0, 100, 1), Arrival(0.1, tokens, 5), Arrival(0.2, 100, 5)]
+    outcomes = simulate(small_fleet(), arrivals).outcomes
     assert [outcome.end for outcome in outcomes] == ["finished", "failed", "finished"]
     assert "shorten" in outcomes[1].reason or "pages" in outcomes[1].reason
-
-
-def test_a_length_that_no_memory_holds_fails_alone() -> None:
-    arrivals = [Arrival(0.0, 100, 5), Arrival(0.1, 10**18, 5), Arrival(0.2, 100, 5)]
-    first, second, third = simulate(small_fleet(), arrivals).outcomes
-    assert (first.end, third.end) == ("finished", "finished")
-    assert second.end == "failed" and "shorten it" in second.reason

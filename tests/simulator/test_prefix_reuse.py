@@ -128,13 +128,6 @@ def test_free_held_and_kept_pages_are_all_pages_at_any_time_and_whatever_fails(
     assert ("host_blocks_written" in result.counters) is (host_gib > 0)
 
 
-@pytest.mark.parametrize("prefix", [REUSE, PrefixConfig(reuse=True, host_gib=1.0)])
-def test_the_same_call_gives_the_same_result_with_what_stays(prefix: PrefixConfig) -> None:
-    fleet = fleet_of(64, prefix, prefills=2, decodes=2)
-    arrivals = conversations(60, every=0.2, seed=4)
-    assert simulate(fleet, arrivals, seed=1) == simulate(fleet, arrivals, seed=1)
-
-
 def test_a_hit_is_never_slower_alone() -> None:
     """With one request at a time, first and last token come no later than without a prefix
     cache."""
@@ -222,7 +215,7 @@ def test_preempted_sequences_find_their_blocks_again_by_the_live_workers_code() 
         for prefix in (PrefixConfig(), PrefixConfig(True, host_gib=2.0, append_tokens=256))
     )
     assert without.counters["preemptions"] > 0 and with_cache.counters["preemptions"] > 0
-    assert with_cache.counters["prompts_appended"] > 0
+    assert with_cache.counters["answers_continued"] > 0
     assert with_cache.pages_lost == without.pages_lost == 0
     assert {one.end for one in with_cache.outcomes} == {"finished"}
     assert with_cache.seconds < without.seconds

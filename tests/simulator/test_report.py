@@ -2,7 +2,6 @@
 themselves."""
 
 import csv
-import importlib.util
 import json
 from pathlib import Path
 
@@ -180,17 +179,6 @@ def test_a_table_holds_a_row_for_each_request(tmp_path: Path) -> None:
     assert rows[1]["reason"] == "no room"
     assert rows[1]["attained"] == "0"
     assert attainment(outcomes, SloLimits(0.2, 0.05)) == pytest.approx(2 / 3)
-
-
-def test_parquet_holds_the_same_or_names_what_to_install(tmp_path: Path) -> None:
-    if importlib.util.find_spec("pyarrow") is None:
-        with pytest.raises(ConfigError, match=r"jdisagg\[parquet\]"):
-            write_outcomes([outcome(0)], tmp_path / "out.parquet")
-        return
-    import pyarrow.parquet as parquet  # type: ignore[import-not-found]
-
-    write_outcomes([outcome(0), outcome(1, ttft=None)], tmp_path / "out.parquet")
-    assert tuple(parquet.read_table(tmp_path / "out.parquet").column_names) == COLUMNS
 
 
 def test_a_table_of_another_kind_or_without_a_folder_is_refused(tmp_path: Path) -> None:

@@ -220,11 +220,11 @@ def test_the_seed_alone_decides() -> None:
 
 
 def test_lengths_follow_their_law() -> None:
-    drawn = poisson(1.0, 20_000, LogNormal(500, 1.0, 100, 0.5, longest=4000), seed=2)
+    drawn = poisson(1.0, 5_000, LogNormal(500, 1.0, 100, 0.5, longest=4000), seed=2)
     assert statistics.median(item.prompt_tokens for item in drawn) == pytest.approx(500, rel=0.05)
     assert statistics.median(item.output_tokens for item in drawn) == pytest.approx(100, rel=0.05)
     assert max(item.prompt_tokens for item in drawn) == 4000
-    mixed = poisson(1.0, 20_000, Mixture(((3.0, Fixed(10, 1)), (1.0, Fixed(20, 2)))), seed=2)
+    mixed = poisson(1.0, 5_000, Mixture(((3.0, Fixed(10, 1)), (1.0, Fixed(20, 2)))), seed=2)
     assert sum(item.prompt_tokens == 10 for item in mixed) / len(mixed) == pytest.approx(
         0.75, abs=0.01
     )

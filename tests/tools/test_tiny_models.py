@@ -5,6 +5,7 @@ import hashlib
 import json
 import math
 import re
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from itertools import islice
@@ -24,14 +25,23 @@ from jdisagg.model_api import Shards
 from jdisagg.ops.dense_attention import dense_causal_attend
 from models.checkpoint import load_model
 from models.decoder import Decoder
+from models.next_token import NextTokenLayer
 from models.tokenizer import Tokenizer
 from tests.lanes import first_ci, first_quick
-from tools.tiny_models import train_hybrid
+from tools.tiny_models import hybrid
 from tools.tiny_models.corpus import TURN, document, documents
-from tools.tiny_models.export import add_next_token_layer, read_dense, write_checkpoint
+from tools.tiny_models.export import write_checkpoint
 from tools.tiny_models.network import PackedRows, TinyNetwork, TinyShape
-from tools.tiny_models.train_next_token import train_layer
-from tools.tiny_models.training import Schedule, TrainingProgress, encoded, packed_rows, train
+from tools.tiny_models.served import ServedNetwork, drafted
+from tools.tiny_models.train_next_token import add_layer, train_layer
+from tools.tiny_models.training import (
+    Schedule,
+    TrainingProgress,
+    encoded,
+    joined,
+    packed_rows,
+    train,
+)
 
 TINY = Path(__file__).parents[2] / "models" / "tiny"
 FAMILIES = ("llama", "qwen3_moe")
@@ -82,9 +92,10 @@ def train_quickly(
     losses: list[float] = []
 
     def record(progress: TrainingProgress, network: TinyNetwork) -> None:
-        losses.append(progress.loss)
+        losses.append(progress.told[0])
 
-    return train(SMALL[family], tokenizer, schedule, record, every=3, keep=keep), losses
+    network = TinyNetwork(SMALL[family], schedule.seed)
+    return train(network, tokenizer, schedule, record, every=3, keep=keep), losses
 
 
 trained = cache(train_quickly)
@@ -195,56 +206,98 @@ def test_a_written_checkpoint_gives_the_serving_model_the_trained_logits(
     assert json.loads((tmp_path / "config.json").read_text())["model_type"] == family
 
 
-@pytest.mark.ci
-def test_a_trained_next_token_layer_gives_the_serving_model_its_hidden_states(
-    tmp_path: Path,
-) -> None:
-    """Trained alone: the other tensors of the checkpoint are what they were."""
-    network, _ = trained("llama")
-    tokenizer = plain_tokenizer()
-    write_checkpoint(network, tokenizer, tmp_path)
-    before = load_file(tmp_path / "model.safetensors")
-    read = read_dense(tmp_path, network.shape)
-    layer = train_layer(read, tokenizer, replace(QUICK, steps=3))
-    add_next_token_layer(layer, tmp_path)
-    after = load_file(tmp_path / "model.safetensors")
-    assert all(np.array_equal(after[name], tensor) for name, tensor in before.items())
-    rows, first = first_document(tokenizer)
-    embedded_RTD, (y_RTD, _) = read.embedding[...][rows.tokens], read.hidden(rows)
-    expected_TD = layer(embedded_RTD, y_RTD, rows)[0, first]
-    model = load_model(tmp_path, Layout(), jax.devices()[:1], next_token=True).model
-    known_T1, before_TD = (jnp.arange(len(first)) > 0)[:, None], jnp.roll(y_RTD[0], 1, axis=0)
-    assert model.next_token is not None
-    got_TD = model.next_token(
-        jnp.where(known_T1, embedded_RTD[0, first], 0),
-        jnp.where(known_T1, before_TD[first], 0),
-        jnp.arange(len(first)),
-        dense_causal_attend,
-        Shards(),
-    )
-    np.testing.assert_allclose(got_TD, expected_TD, atol=1e-4)
+def small_llama(folder: Path) -> Decoder:
+    write_checkpoint(trained("llama")[0], plain_tokenizer(), folder)
+    return load(folder)
 
 
-@pytest.mark.ci
-def test_a_hybrid_and_its_next_token_layer_are_read_back_as_they_were_trained(
-    tmp_path: Path,
-) -> None:
+def small_hybrid(folder: Path) -> Decoder:
     kinds = ["linear_attention", "full_attention"]
-    small = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "head_dim": 16}
-    fields, tokenizer = train_hybrid.FIELDS | small | {"layer_types": kinds}, plain_tokenizer()
-    untrained = train_hybrid.untrained(fields, 5)
-    model = train_hybrid.train_model(untrained, tokenizer, replace(QUICK, steps=3))
-    train_hybrid.write(model, fields, tokenizer, tmp_path)
-    names = load_file(tmp_path / "model.safetensors").keys()
-    assert {"mtp.fc.weight", "mtp.norm.weight", "mtp.layers.0.self_attn.q_proj.weight"} < names
-    read = load_model(tmp_path, Layout(), jax.devices()[:1], next_token=True).model
+    small = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2}
+    config, tokenizer = hybrid.CONFIG | small | {"layer_types": kinds}, plain_tokenizer()
+    network = ServedNetwork(hybrid.untrained(config, 5))
+    model = train(network, tokenizer, replace(QUICK, steps=3), lambda *_: None).model
+    hybrid.write(model, config, tokenizer, folder)
+    read = load(folder)
     before, mine, yours = (
-        jax.tree.leaves(nnx.state(each))
-        for each in (train_hybrid.untrained(fields, 5), model, read)
+        jax.tree.leaves(nnx.state(each)) for each in (hybrid.untrained(config, 5), model, read)
     )
     for at, leaf in enumerate(yours):
         np.testing.assert_array_equal(leaf, mine[at])
         assert not np.array_equal(leaf, before[at]), "it was not trained"
+    return read
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize(
+    ("written", "names"),
+    [
+        (small_llama, {"model.layers.1.eh_proj.weight", "model.layers.1.self_attn.q_proj.weight"}),
+        (
+            small_hybrid,
+            {"mtp.fc.weight", "mtp.norm.weight", "mtp.layers.0.self_attn.q_proj.weight"},
+        ),
+    ],
+)
+def test_a_next_token_layer_is_trained_alone_and_read_back(
+    written: Callable[[Path], Decoder], names: tuple[str, ...], tmp_path: Path
+) -> None:
+    model, tokenizer = written(tmp_path), plain_tokenizer()
+    before = load_file(tmp_path / "model.safetensors")
+    told: list[tuple[float, ...]] = []
+    layer = train_layer(
+        model, tokenizer, replace(QUICK, steps=3), lambda progress: told.append(progress.told)
+    )
+    assert len(told) == 1 and len(told[0]) == 3, "the choices that agree, by depth"
+    add_layer(layer, model, tmp_path)
+    after = load_file(tmp_path / "model.safetensors")
+    assert all(np.array_equal(after[name], tensor) for name, tensor in before.items())
+    assert {*names} <= after.keys() - before.keys()
+    read = load_model(tmp_path, Layout(), jax.devices()[:1], next_token=True).model.next_token
+    for mine, yours in zip(*map(leaves, (layer, read)), strict=True):
+        np.testing.assert_array_equal(mine, yours)
+
+
+def leaves(module: object) -> list[jax.Array]:
+    return jax.tree.leaves(nnx.state(module))
+
+
+class AppendingAttention:
+    """Attention over the tokens of all calls so far, as with a cache."""
+
+    def __init__(self) -> None:
+        self._kept: list[tuple[jax.Array, ...]] = []
+
+    def __call__(self, q_TNH, k_TKH, v_TKH, *, scale, window, **_):
+        self._kept.append((k_TKH, v_TKH))
+        k_SKH, v_SKH = (jnp.concatenate(part) for part in zip(*self._kept, strict=True))
+        q_SNH = jnp.pad(q_TNH, ((len(k_SKH) - len(q_TNH), 0), (0, 0), (0, 0)))
+        out_SNH = dense_causal_attend(q_SNH, k_SKH, v_SKH, scale=scale, window=window)
+        return out_SNH[-len(q_TNH) :]
+
+
+@pytest.mark.ci
+def test_training_drafts_in_a_chain_as_a_decode_step_does() -> None:
+    """Each draft after each token by itself, in the second of two documents of a row."""
+    model = load_model(TINY / "llama", Layout(), jax.devices()[:1], next_token=True).model
+    network, layer = ServedNetwork(model), model.next_token
+    assert isinstance(layer, NextTokenLayer)
+    first, tokens, order = 5, 17, np.arange(17, dtype=np.int32)
+    documents, positions = 1 + (order >= first), np.where(order < first, order, order - first)
+    row = PackedRows(order * 31 % 1000, order, documents, positions)  # type: ignore[arg-type]
+    rows = jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.int32)[None], row)
+    y_RTD, embedded_RTD = network.hidden(rows), network.embed(rows)
+    chain = drafted(layer, embedded_RTD, y_RTD, rows, 3)
+    for last in (first + 1, first + 4, tokens - 3):  # the last token that the model chose
+        attend, at = AppendingAttention(), slice(first + 1, last + 1)
+        attend(
+            *jnp.zeros((3, 1, 4, 16)), scale=1.0, window=None
+        )  # before the first nothing is known
+        y_TD = y_RTD[0, first:last]
+        for draft_RTD in chain:
+            y_TD = layer(embedded_RTD[0, at], y_TD, rows.positions[0, at], attend, Shards())[-1:]
+            np.testing.assert_allclose(y_TD[0], draft_RTD[0, at.stop - 1], atol=1e-4)
+            at = slice(at.stop, at.stop + 1)
 
 
 @pytest.mark.ci
@@ -296,6 +349,10 @@ def test_rows_hold_whole_documents_and_predict_within_them() -> None:
     tokenizer = plain_tokenizer()
     for row in islice(packed_rows(encoded(tokenizer, documents(2)), 512), 20):
         _check_row(row)
+        one, count = joined(row), np.count_nonzero(row.documents)
+        np.testing.assert_array_equal(one.positions, np.arange(512))
+        np.testing.assert_array_equal(one.targets[: count - 1], np.asarray(row.tokens)[1:count])
+        assert (np.asarray(one.targets)[count - 1 :] == -1).all()
 
 
 def _check_row(row: PackedRows) -> None:

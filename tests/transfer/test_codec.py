@@ -1,8 +1,9 @@
 """Codecs: what a leaf looks like, that pieces may be packed apart and put together, and what their
 sums notice."""
 
+from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 
 import jax
 import jax.numpy as jnp
@@ -25,12 +26,18 @@ def block(dtype: str = "float32") -> jax.Array:
     return jnp.asarray(np.random.default_rng(0).normal(size=(1, C, K, T, H)), jnp.dtype(dtype))
 
 
+@cache
+def compiled(how: Codec) -> tuple[Callable[..., Leaves], Callable[..., jax.Array]]:
+    """Kept, since JAX traces a method anew for each object that stands for it."""
+    return jax.jit(how.encode), jax.jit(how.verify)
+
+
 def encode(how: Codec, piece: jax.Array, first_head: int = 0) -> Leaves:
-    return jax.jit(how.encode)(piece, stamp_array(STAMP), np.int32(first_head))
+    return compiled(how)[0](piece, stamp_array(STAMP), np.int32(first_head))
 
 
 def intact(how: Codec, leaves: Leaves, first_head: int = 0, stamp: BlockStamp = STAMP) -> bool:
-    return bool(jax.jit(how.verify)(leaves, stamp_array(stamp), np.int32(first_head)))
+    return bool(compiled(how)[1](leaves, stamp_array(stamp), np.int32(first_head)))
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.ci)])

@@ -62,18 +62,13 @@ def bench(ends: Ends, loopback: Loopback) -> Bench:
     return bench
 
 
-@pytest.mark.parametrize("offered", [True, False])
-def test_a_refusal_that_is_lost_is_said_again(bench: Bench, offered: bool) -> None:
+def test_a_revocation_that_is_lost_is_said_again(bench: Bench) -> None:
     bench.lose = lambda message: isinstance(message, Refused) and bench.count(Refused) == 1
-    if offered:
-        bench.offer(7)
-        bench.sender.release(7)
     pull = bench.pull(7)
-    if not offered:
-        bench.sender.revoke(7, "prefill failed")
+    bench.sender.revoke(7, "prefill failed")
     settled(lambda: bench.count(Refused) == 1)
     bench.ends.clock.seconds = 1.0
-    fails(pull, "^offer 0x7 was " + ("released$" if offered else "revoked: prefill failed$"))
+    fails(pull, "^offer 0x7 was revoked: prefill failed$")
     assert bench.count(Posted) == 0
     bench.at_rest()
 

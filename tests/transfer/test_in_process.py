@@ -13,8 +13,8 @@ from jax._src import compiler as jax_compiler
 
 from jdisagg.errors import LayoutError
 from jdisagg.layout.axes import Layout
-from jdisagg.transfer.boxes import head_granule, plan_handoff, rank_placement
-from jdisagg.transfer.channel import Offered, Pull, PullTarget, block_sharding
+from jdisagg.layout.reshard_plan import head_granule, plan_handoff
+from jdisagg.transfer.channel import Offered, Pull, PullTarget, block_sharding, rank_placement
 from jdisagg.transfer.in_process import InProcessChannel
 from tests import time_scale
 from tests.transfer.conformance import (

@@ -6,6 +6,8 @@ from contextlib import asynccontextmanager
 
 from jdisagg.request import Request
 from jdisagg.scheduler.host_blocks import TierRoom
+from jdisagg.scheduler.tails import Tails
+from jdisagg.worker.worker import Worker
 from tests.fakes.cluster import Cluster, Collected, toy_request
 from tests.fakes.fake_executor import FakeExecutor
 from tests.worker.conversations import NAMES, limits
@@ -40,7 +42,7 @@ async def check_empty(cluster: Cluster) -> None:
     tier, mesh = cluster.decode._host, cluster.decode_mesh
     assert cluster.decode._sources.quiet and not cluster.decode._state.cut
     blocks = list(tier.blocks._blocks.values())
-    assert all(block.written and not block.held for block in blocks)
+    assert all(block.written and not block.readers for block in blocks)
     assert set(mesh.host) == {offer_id for block in blocks for offer_id in block.offer_ids}
     assert not mesh.pulled
 
@@ -61,6 +63,11 @@ def flip_all(mesh: FakeExecutor) -> int:
         position, token, chain = entries[-1]
         entries[-1] = (position, token, chain ^ 1)
     return len(mesh.host)
+
+
+def forget_tails(worker: Worker) -> None:
+    """Sequences that give way find their full blocks alone from now on."""
+    worker._kept.tails = Tails(most=0)
 
 
 def roomy(room: TierRoom = ROOMY, **more: object) -> Cluster:

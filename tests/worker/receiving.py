@@ -6,10 +6,9 @@ from collections.abc import AsyncIterator, Callable
 from jdisagg.config import LimitsConfig
 from jdisagg.messages.ports import HandoffSource, Offer, OfferChecksum, PeerHello, PeerMessage
 from jdisagg.telemetry import Counters
-from jdisagg.worker.background import SideCalls
 from jdisagg.worker.block_moves import Destination
 from jdisagg.worker.incoming_handoff import IncomingHandoff, Received
-from jdisagg.worker.peers import LinkMeter, PeerLink, SenderLine
+from jdisagg.worker.peers import LinkMeter, LinkShare, PeerLink, SenderLine, SideCalls
 from jdisagg.worker.step_loop import StepLoop
 from tests.fakes.fake_executor import Costs, FakeChannel, FakeExecutor, Faults, checksum, toy_limits
 from tests.fakes.toy_model import extend
@@ -73,9 +72,9 @@ class Receiving:
         self.loop = StepLoop(mesh, lambda _: None, lambda *_: None, lambda _: None, now)
         self.meter, calls = LinkMeter(), SideCalls(self.counters, limits.timeouts.handoff)
         source = HandoffSource("p", 1)
-        line = SenderLine(peer, source, 1, calls, self.meter)  # pyright: ignore[reportArgumentType]
+        line = SenderLine(peer, source, 1, calls, self.meter, LinkShare())  # pyright: ignore[reportArgumentType]
         line.link = PeerLink("p#1", KEY, verify=verify)
-        pages = Destination(0, lambda tokens: (5, 6, 7)[: -(-tokens // 4)], layer_groups=2)
+        pages = Destination(mesh.limits, 0, lambda tokens: (5, 6, 7)[: -(-tokens // 4)])
         self.handoff = IncomingHandoff(self.loop, line, pages, limits, self.counters, now)
 
     async def receive(self) -> Received:

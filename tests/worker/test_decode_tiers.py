@@ -82,10 +82,10 @@ async def accounted(cluster: Cluster) -> None:
     await cluster.check_quiet()
     tier = cluster.decode._host
     kept = list(tier.blocks._blocks.values())
-    assert all(block.written and not block.held for block in kept)
+    assert all(block.written and not block.readers for block in kept)
     assert set(cluster.decode_mesh.host) == {one for block in kept for one in block.offer_ids}
     (host,) = [one for one in (await cluster.decode.status()).kept if one.tier == "host"]
-    assert host.bytes == len(kept) * tier.block_bytes <= host.room_bytes
+    assert host.bytes == len(kept) * tier.blocks.block_bytes <= host.room_bytes
     assert not len(cluster.decode._sources._owned)
 
 

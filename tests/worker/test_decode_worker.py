@@ -19,12 +19,7 @@ from tests.fakes.cluster import Cluster, toy_request
 from tests.fakes.fake_executor import Costs, Faults, toy_limits
 from tests.fakes.toy_model import expected_tokens
 from tests.fakes.virtual_time import run_virtually
-
-
-def reserve_call(
-    number: int = 1, attempt: int = 1, children: tuple[Child, ...] = (Child(0),), **sampling: object
-) -> ReserveCall:
-    return ReserveCall(toy_request(number, **sampling), attempt, children, deadline_seconds=100.0)  # type: ignore[arg-type]
+from tests.worker.calls import reserve_call
 
 
 async def spans_of(

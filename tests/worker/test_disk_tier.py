@@ -132,7 +132,7 @@ async def test_streams_are_the_oracles_whatever_comes_back_and_nothing_is_left(
             assert (worker.counters["disk_blocks_found"] > 0) == (life > 0)
             assert not mesh.pulled
             kept = list(tier.blocks._blocks.values())
-            assert all(block.written and not block.held for block in kept)
+            assert all(block.written and not block.readers for block in kept)
             assert set(mesh.host) == {one for block in kept for one in block.offer_ids}
             # what lies on disk is what the worker knows of, and nothing else
             saved = worker._disk.blocks._blocks

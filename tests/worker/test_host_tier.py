@@ -50,7 +50,7 @@ async def test_streams_are_the_oracles_whatever_comes_back_and_nothing_is_left(
         assert worker.counters["host_blocks_broken"] == 0
         assert worker._sources.quiet and not mesh.pulled
         kept = list(tier.blocks._blocks.values())
-        assert all(block.written and not block.held for block in kept)
+        assert all(block.written and not block.readers for block in kept)
         assert len(kept) + tier.blocks.free == tier.blocks.capacity == blocks
         # what the mesh holds in host memory is what the worker knows of, and nothing else
         assert set(mesh.host) == {one for block in kept for one in block.offer_ids}
@@ -132,6 +132,21 @@ async def test_of_many_blocks_evicted_at_once_those_at_the_start_of_a_prompt_are
         assert len(chain) == 15 > MOST_WRITING_OF_DECODE
         assert cluster.decode._host.blocks.match(chain, 0) == MOST_WRITING_OF_DECODE
         assert cluster.decode.counters["host_blocks_skipped"] == 15 - MOST_WRITING_OF_DECODE
+
+
+async def test_host_memory_for_few_blocks_gets_the_start_of_a_prompt_that_is_evicted_at_once() -> (
+    None
+):
+    room = TierRoom(5 * BLOCK_BYTES, always=True)
+    async with host(
+        decode=limits(pages=62), prefill=limits(pages=400), decode_tiers=room
+    ) as cluster:
+        long = other(1, tokens=240)
+        await cluster.ask(long)
+        await cluster.ask(other(2, tokens=240))
+        chain = cluster.decode._kept.chain(long, long.prompt_token_ids)
+        assert cluster.decode._host.blocks.capacity == 5 < len(chain)
+        assert cluster.decode._host.blocks.match(chain, 0) == 5
 
 
 async def test_the_start_of_a_prompt_stays_longest_in_host_memory() -> None:

@@ -9,10 +9,9 @@ import msgspec
 import pytest
 
 from jdisagg.errors import HandoffError, UnavailableError
-from jdisagg.layout.kv_spec import KvKind
+from jdisagg.layout.kv_spec import KvKind, KVSpec
 from jdisagg.messages.ports import FirstToken, HandoffEnd, Offer, PeerMessage
 from jdisagg.messages.step_commands import CopyPages, DropBlocks, InsertBlock
-from jdisagg.worker.block_moves import WindowDestination
 from tests.fakes.fake_executor import Costs, FakeChannel
 from tests.worker.receiving import Receiving, ScriptedPeer, blocks, sums
 
@@ -40,8 +39,9 @@ async def test_a_block_of_several_layer_groups_counts_for_each_and_must_not_over
 async def test_what_windows_see_must_come_whole_and_may_come_in_any_order() -> None:
     """Of eleven positions those from the eighth on, of one group."""
     handoff = Receiving(FakeChannel(), []).handoff
-    windows = WindowDestination(lambda _: (), 1, lambda end: end - 3)
-    handoff._to = dataclasses.replace(handoff._to, windows=windows)
+    spec = KVSpec.attention(2, 1, 1, "float32", windows=(None, 4))
+    mesh = dataclasses.replace(handoff._to.mesh, kv_spec=spec, windows_apart=True)
+    handoff._to = dataclasses.replace(handoff._to, mesh=mesh, snapshot=lambda *_: ())
     all_of_it = [Offer(1, 0, 0, 11, 12, 0, 2)]
     seen = [Offer(2, 0, start, 1, 4, 0, kind=KvKind.WINDOW) for start in (9, 8, 10)]
     for came, whole in (
@@ -50,8 +50,8 @@ async def test_what_windows_see_must_come_whole_and_may_come_in_any_order() -> N
         ([*all_of_it, *seen[:2]], False),
         ([*all_of_it, *seen[:2], seen[0]], False),
     ):
-        handoff._received.blocks = list(came)
-        assert handoff.kept_tokens() == 11
+        handoff.blocks.verified[:] = came
+        assert handoff.blocks.kept_tokens() == 11
         end = HandoffEnd(len(came), 11, ())
         if whole:
             handoff._check_coverage(end)
@@ -189,7 +189,7 @@ async def test_a_checksum_that_never_comes_fails_the_hand_off() -> None:
     with pytest.raises(HandoffError, match="no checksum"):
         await receiving.receive()
     # a block counts as come only once it is verified, in every layer group
-    assert receiving.handoff.kept_tokens() == 0
+    assert receiving.handoff.blocks.kept_tokens() == 0
 
 
 async def test_a_long_pull_keeps_the_senders_lease_alive_and_a_silent_sender_is_given_up() -> None:

@@ -14,8 +14,14 @@ from jdisagg.messages.worker_status import LinkTimes
 from jdisagg.scheduler.executor import MeshLimits
 from jdisagg.settings.timeouts import HandoffTimeouts
 from jdisagg.telemetry import Counters
-from jdisagg.worker.background import SideCalls
-from jdisagg.worker.peers import ASSUMED_BYTE_SECONDS, LinkMeter, Peers, check_hello, hello_of
+from jdisagg.worker.peers import (
+    ASSUMED_BYTE_SECONDS,
+    LinkMeter,
+    Peers,
+    SideCalls,
+    check_hello,
+    hello_of,
+)
 from jdisagg.worker.step_loop import StepLoop
 from tests.fakes.fake_executor import FakeChannel, FakeExecutor, toy_limits
 

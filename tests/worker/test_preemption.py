@@ -19,7 +19,7 @@ from tests.router.fleets import H100
 from tests.worker.appends import SLOW, appending
 from tests.worker.conversations import NAMES, SEEDS, Talk, limits, storm
 from tests.worker.peering import fleet, settled
-from tests.worker.preempting import ROOMY, check_empty, flip_all, hits, long, scarce
+from tests.worker.preempting import ROOMY, check_empty, flip_all, forget_tails, hits, long, scarce
 from tests.worker.tiers import FAST
 
 
@@ -49,7 +49,7 @@ async def test_blocks_of_a_preempted_sequence_are_copied_though_nobody_asks_for_
     async with scarce(replace(ROOMY, always=False), pages=60) as cluster:
         for number in range(10, 60):
             await cluster.ask(long(number, max_tokens=1))
-        cluster.decode._host._asked._share = 0.0
+        cluster.decode._host.blocks.asked._share = 0.0
         declined = cluster.decode.counters["host_blocks_declined"]
         written = cluster.decode.counters["host_blocks_written"]
         await cluster.collect_all([long(number) for number in (1, 2, 3, 4)])
@@ -70,6 +70,7 @@ async def test_a_decode_worker_computes_the_rest_itself_where_it_may() -> None:
         costs=FAST,
         decode_tiers=ROOMY,
     ) as cluster:
+        forget_tails(cluster.decode)
         await cluster.collect_all([long(1), long(2)])
         again = cluster.path.counters["preemptions"]
         assert 0 < again == cluster.decode.counters["prompts_appended"]
@@ -84,6 +85,7 @@ async def test_a_prefill_worker_fetches_a_preempted_sequence_from_the_worker_tha
         growth_tokens=4,
         decode_tiers=ROOMY,
     ) as cluster:
+        forget_tails(cluster.decode_worker("decode0"))
         running = [asyncio.ensure_future(cluster.ask(long(number))) for number in (1, 2)]
         await until(lambda: cluster.path.counters["preemptions"] > 0)
         decode, prefill = cluster.decode_worker("decode0"), cluster.prefill_worker("prefill0")

@@ -3,13 +3,18 @@ read: while one rests its slot and pages are others', and its stream is that of 
 
 import asyncio
 import random
+from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 
 import pytest
 
 from jdisagg.config import Mode
 from jdisagg.errors import DeadlineExceededError, InvalidRequestError
+from jdisagg.messages.ports import DecodePort, GenerateCall, Span
+from jdisagg.messages.ports_middleware import through
+from jdisagg.messages.step_commands import PrefillChunk
 from jdisagg.scheduler.host_blocks import TierRoom
+from tests.fakes.cluster import Cluster, toy_request
 from tests.fakes.fake_executor import Costs
 from tests.worker.conversations import NAMES, SEEDS, Talk, limits
 from tests.worker.preempting import (
@@ -24,6 +29,11 @@ from tests.worker.preempting import (
 )
 
 
+def chunks(cluster: Cluster) -> int:
+    meshes = {id(mesh): mesh for mesh in (cluster.prefill_mesh, cluster.decode_mesh)}
+    return sum(len(mesh.ran(PrefillChunk)) for mesh in meshes.values())
+
+
 @pytest.mark.parametrize("mode", list(Mode))
 async def test_a_suspended_request_rests_without_pages_and_finds_its_blocks_again(
     mode: Mode,
@@ -32,7 +42,7 @@ async def test_a_suspended_request_rests_without_pages_and_finds_its_blocks_agai
         async with resting(cluster, long(1)):
             await asyncio.sleep(20.0)
             assert not sum(hits(cluster).values())
-        assert hits(cluster) == {"pages": 48}, "all whole blocks of 50 tokens"
+        assert hits(cluster) == {"pages": 49}, "all of 50 tokens but the newest"
         assert cluster.path.counters["preemptions"] == cluster.decode._state.preemptions == 0
 
 
@@ -59,6 +69,64 @@ async def test_one_that_is_suspended_before_its_kv_has_come_goes_on_when_it_is_r
             stream.resume()
             await stream.end()
             await check_empty(cluster)
+
+
+@pytest.mark.parametrize("prompt", [40, 5])
+@pytest.mark.parametrize("mode", list(Mode))
+async def test_an_answer_goes_on_without_computing_anything_again(mode: Mode, prompt: int) -> None:
+    """Also where all its tokens are fewer than a block's."""
+    async with roomy(mode=mode) as cluster:
+        request = toy_request(1, prompt, max_tokens=30)
+        async with resting(cluster, request, tokens=3) as stream:
+            computed = chunks(cluster)
+            known = prompt + stream.tokens
+        assert chunks(cluster) == computed
+        assert cluster.decode.counters["answers_continued"] == 1
+        assert hits(cluster) == {"pages": known - 1}
+
+
+class Late:
+    """Tokens are on their way for a while."""
+
+    async def generate(
+        self, proceed: Callable[[GenerateCall], AsyncIterator[Span]], call: GenerateCall
+    ) -> AsyncIterator[Span]:
+        async for span in proceed(call):
+            await asyncio.sleep(0.01)
+            yield span
+
+
+async def test_an_answer_goes_on_from_fewer_tokens_than_its_worker_had_generated() -> None:
+    """Its client has not received the newest ones."""
+    ahead = 0
+    for tokens in (2, 3, 8, 9, 10):
+        async with roomy(wrap_decode=lambda port: through(DecodePort, port, Late())) as cluster:
+            stream = Stream(cluster, long(1, max_tokens=20))
+            await stream.until(tokens)
+            (group,) = cluster.decode._state.groups.values()
+            generated = len(group.children[0].generated)
+            ahead += generated - stream.tokens
+            await stream.suspend()
+            whole = (40 + generated - 1) // 16 > (40 + stream.tokens - 1) // 16
+            stream.resume()
+            await stream.end()
+            assert cluster.decode.counters["answers_continued"] == (0 if whole else 1)
+            await check_empty(cluster)
+    assert ahead >= 5
+
+
+@pytest.mark.parametrize("spoiled", [False, True])
+async def test_a_tail_that_lost_its_pages_comes_back_from_host_memory(spoiled: bool) -> None:
+    async with scarce(mode=Mode.CHUNKED) as cluster:
+        async with resting(cluster, long(1), tokens=20) as stream:
+            await cluster.ask(long(2))
+            computed, known = chunks(cluster), 40 + stream.tokens
+            if spoiled:
+                assert flip_all(cluster.decode_mesh) > 0
+        counters = cluster.decode.counters
+        assert (chunks(cluster) > computed) is spoiled
+        assert counters["answers_continued"] == (0 if spoiled else 1)
+        assert spoiled or hits(cluster)["host"] > known % 16 - 1 > 0
 
 
 @pytest.mark.parametrize("spoiled", [False, True])

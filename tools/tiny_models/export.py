@@ -5,57 +5,27 @@ and Qwen3MoeForCausalLM: kernels [out, in], separate experts, float32."""
 import json
 from pathlib import Path
 
-import jax.numpy as jnp
 import numpy as np
-from safetensors.numpy import load_file, save_file
+from safetensors.numpy import save_file
 from tokenizers import Tokenizer
 
-from tools.tiny_models.network import Block, TinyNetwork, TinyNextTokenLayer, TinyShape
+from tools.tiny_models.network import Block, TinyNetwork, TinyShape
 from tools.tiny_models.tokenizer import BEGIN_ID, END_IDS, write_tokenizer
 
 
 def write_checkpoint(network: TinyNetwork, tokenizer: Tokenizer, folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     save_file(tensors(network), folder / "model.safetensors", metadata={"format": "pt"})
-    write_json(folder / "config.json", config(network.shape))
+    write_beside(config(network.shape), tokenizer, folder)
+
+
+def write_beside(config: dict[str, object], tokenizer: Tokenizer, folder: Path) -> None:
+    """Writes all files of a checkpoint but the weights."""
+    write_json(folder / "config.json", config)
     write_json(
         folder / "generation_config.json", {"bos_token_id": BEGIN_ID, "eos_token_id": list(END_IDS)}
     )
-    write_tokenizer(tokenizer, folder, network.shape.context_tokens)
-
-
-def read_dense(folder: Path, shape: TinyShape) -> TinyNetwork:
-    """Reads the weights of a dense model that `write_checkpoint` wrote."""
-    network, stored = TinyNetwork(shape, 0), load_file(folder / "model.safetensors")
-    network.embedding[...] = jnp.asarray(stored["model.embed_tokens.weight"])
-    network.norm[...] = jnp.asarray(stored["model.norm.weight"])
-    for number, block in enumerate(network.blocks):
-        prefix = f"model.layers.{number}."
-        for name, parameter in {
-            "input_layernorm": block.attention_norm,
-            "post_attention_layernorm": block.mlp_norm,
-            **{f"self_attn.{name}_proj": getattr(block, name) for name in "qkvo"},
-            **{f"mlp.{name}_proj": getattr(block, name) for name in ("gate", "up", "down")},
-        }.items():
-            parameter[...] = jnp.asarray(stored[f"{prefix}{name}.weight"].T)
-    return network
-
-
-def add_next_token_layer(layer: TinyNextTokenLayer, folder: Path) -> None:
-    """Adds a next-token layer to a checkpoint, under the names of DeepSeek-V3. All other weights
-    stay as they are."""
-    file, number = folder / "model.safetensors", layer.shape.layers
-    added = {
-        "enorm.weight": _array(layer.enorm[...]),
-        "hnorm.weight": _array(layer.hnorm[...]),
-        "eh_proj.weight": _array(layer.join[...].T),
-        "shared_head.norm.weight": _array(layer.norm[...]),
-        **_block_tensors(layer.block),
-    }
-    named = {f"model.layers.{number}.{name}": tensor for name, tensor in added.items()}
-    save_file(load_file(file) | named, file, metadata={"format": "pt"})
-    fields = json.loads((folder / "config.json").read_text())
-    write_json(folder / "config.json", fields | {"num_nextn_predict_layers": 1})
+    write_tokenizer(tokenizer, folder, int(str(config["max_position_embeddings"])))
 
 
 def config(shape: TinyShape) -> dict[str, object]:

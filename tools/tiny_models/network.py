@@ -141,6 +141,8 @@ class Block(nnx.Module):
 class TinyNetwork(nnx.Module):
     """Embedding, blocks and final norm. The head is the embedding."""
 
+    joins = False
+
     def __init__(self, shape: TinyShape, seed: int) -> None:
         rngs = nnx.Rngs(seed)
         self.embedding = nnx.Param(
@@ -150,46 +152,20 @@ class TinyNetwork(nnx.Module):
         self.norm = nnx.Param(jnp.ones((shape.width,)))
         self.shape = shape
 
+    @property
+    def context_tokens(self) -> int:
+        return self.shape.context_tokens
+
     def __call__(self, rows: PackedRows) -> tuple[jax.Array, jax.Array]:
         """Returns logits, float32 [R, T, V], and the load imbalance of the router, averaged over
         layers."""
-        y_RTD, imbalance = self.hidden(rows)
-        return y_RTD @ self.embedding[...].T, imbalance
-
-    def hidden(self, rows: PackedRows) -> tuple[jax.Array, jax.Array]:
-        """Returns the output of the final norm, [R, T, D], and the load imbalance."""
         x_RTD = self.embedding[...][rows.tokens]
         imbalance = jnp.zeros(())
         for block in self.blocks:
             x_RTD, uneven = block(x_RTD, rows)
             imbalance = imbalance + uneven / self.shape.layers
-        return _norm(x_RTD, self.norm[...], self.shape.norm_epsilon), imbalance
-
-
-class TinyNextTokenLayer(nnx.Module):
-    """A layer that predicts the token after the next one (multi-token prediction, DeepSeek-V3
-    technical report, section 2.2). Embedding and head are the network's."""
-
-    def __init__(self, shape: TinyShape, seed: int) -> None:
-        rngs, width = nnx.Rngs(seed), shape.width
-        self.enorm, self.hnorm, self.norm = (nnx.Param(jnp.ones((width,))) for _ in range(3))
-        self.join = _matrix(rngs, 2 * width, width)
-        self.block = Block(shape, rngs)
-        self.shape = shape
-
-    def __call__(self, embedded_RTD: jax.Array, y_RTD: jax.Array, rows: PackedRows) -> jax.Array:
-        """Returns the output of the layer's norm, [R, T, D], for each token's embedding and the
-        hidden states `y_RTD` before it. The first token of a document has none before it."""
-        epsilon = self.shape.norm_epsilon
-        before_RTD = jnp.roll(y_RTD, 1, axis=1)
-        joined = (
-            _norm(embedded_RTD, self.enorm[...], epsilon),
-            _norm(before_RTD, self.hnorm[...], epsilon),
-        )
-        x_RTD = jnp.concatenate(joined, axis=-1) @ self.join[...]
-        x_RTD = jnp.where((rows.positions > 0)[..., None], x_RTD, 0.0)
-        x_RTD, _ = self.block(x_RTD, rows)
-        return _norm(x_RTD, self.norm[...], epsilon)
+        y_RTD = _norm(x_RTD, self.norm[...], self.shape.norm_epsilon)
+        return y_RTD @ self.embedding[...].T, imbalance
 
 
 def _matrix(

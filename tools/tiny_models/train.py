@@ -10,7 +10,9 @@ work, so CPU times are rough. No run was repeated at full length. The MoE run wa
 
 | family | steps | CPU time | nats per token | bigram counts | unigram counts | | --- | --- | --- |
 --- | --- | --- | | llama | 4000 (4 million tokens) | about 12 minutes | 0.332 | 2.381 | 5.584 | |
-qwen3_moe | 3000 (3 million tokens) | about 14 minutes | 0.279 | 2.381 | 5.584 |"""
+qwen3_moe | 3000 (3 million tokens) | about 14 minutes | 0.279 | 2.381 | 5.584 |
+
+--family=hybrid trains a model that is not shipped (`hybrid.py`)."""
 
 import json
 from pathlib import Path
@@ -22,14 +24,16 @@ from jdisagg.errors import ConfigError
 from jdisagg.settings.folders import made_folder
 from launch.console import run
 from launch.flags import define
+from tools.tiny_models import hybrid
 from tools.tiny_models.corpus import document
 from tools.tiny_models.export import write_checkpoint
 from tools.tiny_models.network import SHAPES, TinyNetwork
+from tools.tiny_models.served import ServedNetwork
 from tools.tiny_models.tokenizer import train_tokenizer
 from tools.tiny_models.training import Schedule, TrainingProgress, held_out_losses, train
 
 _TOKENIZER_DOCUMENTS = 6000
-_STEPS_OF_FAMILY = {"llama": 4000, "qwen3_moe": 3000}
+_STEPS_OF_FAMILY = {"llama": 4000, "qwen3_moe": 3000, "hybrid": 3000}
 
 flags = define(
     "family", "steps", "seed", "minutes", "keep", "destination", required=("destination",), seed=0
@@ -65,15 +69,16 @@ def train_and_write(destination: Path, keep: Path | None) -> None:
     steps = flags.steps or _STEPS_OF_FAMILY[flags.family]
     schedule = Schedule(steps, flags.seed, seconds_at_most=60 * flags.minutes)
 
-    def report(progress: TrainingProgress, network: TinyNetwork) -> None:
-        told = (
-            f"loss {progress.loss:.4f}  imbalance {progress.imbalance:.3f} "
-            f" {progress.seconds:.0f} s"
-        )
+    def report(progress: TrainingProgress, network: TinyNetwork | ServedNetwork) -> None:
+        loss, imbalance = progress.told
+        told = f"loss {loss:.4f}  imbalance {imbalance:.3f}  {progress.seconds:.0f} s"
         print(f"step {progress.step}/{schedule.steps}  {told}", flush=True)
-        write_checkpoint(network, tokenizer, destination)
+        if isinstance(network, TinyNetwork):
+            write_checkpoint(network, tokenizer, destination)
+        else:
+            hybrid.write(network.model, hybrid.CONFIG, tokenizer, destination)
 
-    network = train(SHAPES[flags.family], tokenizer, schedule, report, keep=keep)
+    network = train(_untrained(flags.family), tokenizer, schedule, report, keep=keep)
     losses = {
         name: round(loss, 4)
         for name, loss in held_out_losses(network, tokenizer, flags.seed).items()
@@ -82,6 +87,12 @@ def train_and_write(destination: Path, keep: Path | None) -> None:
         f"held-out loss, nats per token: {json.dumps(losses)}; JAX {jax.__version__}; written to"
         f" {destination}"
     )
+
+
+def _untrained(family: str) -> TinyNetwork | ServedNetwork:
+    if family == "hybrid":
+        return ServedNetwork(hybrid.untrained(hybrid.CONFIG, flags.seed))
+    return TinyNetwork(SHAPES[family], flags.seed)
 
 
 if __name__ == "__main__":

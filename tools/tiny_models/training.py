@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
+from typing import Protocol, TypeVar
 from zipfile import BadZipFile
 
 import jax
@@ -21,7 +22,7 @@ from tokenizers import Tokenizer
 
 from jdisagg.errors import ConfigError
 from tools.tiny_models.corpus import documents
-from tools.tiny_models.network import PackedRows, TinyNetwork, TinyShape
+from tools.tiny_models.network import PackedRows
 from tools.tiny_models.stories import STORIES
 
 _POOL_DOCUMENTS = 256
@@ -61,44 +62,85 @@ class Schedule:
 
 @dataclass(frozen=True, slots=True)
 class TrainingProgress:
+    """`told` are the means of what the objective returns, over the steps since the last report."""
+
     step: int
-    loss: float
-    imbalance: float
+    told: tuple[float, ...]
     seconds: float
 
 
+class Network(Protocol):
+    """A model that is trained.
+
+    Attributes:
+        joins: Whether a row is one sequence, although it has several documents.
+    """
+
+    @property
+    def context_tokens(self) -> int: ...
+    @property
+    def joins(self) -> bool: ...
+    def __call__(self, rows: PackedRows) -> tuple[jax.Array, jax.Array]:
+        """Returns logits, float32 [R, T, V], and the load imbalance of the router."""
+        ...
+
+
+_N = TypeVar("_N", bound=Network)
+# Of the parameters that are trained, of those that are not, and of rows: what is minimised, and the
+# figures that are told.
+Objective = Callable[[nnx.State, nnx.State, PackedRows], tuple[jax.Array, jax.Array]]
+
+
 def train(
-    shape: TinyShape,
+    network: _N,
     tokenizer: Tokenizer,
     schedule: Schedule,
-    on_progress: Callable[[TrainingProgress, TinyNetwork], None],
+    on_progress: Callable[[TrainingProgress, _N], None],
     every: int = 100,
     keep: Path | None = None,
-) -> TinyNetwork:
-    """Trains from random weights. Calls `on_progress` after every `every` steps and after the last
-    step. Stops early after `schedule.seconds_at_most`.
+) -> _N:
+    """Trains a `Network` from its random weights. Tells the loss and the imbalance (see `fit`)."""
+    graph, parameters = nnx.split(network)
+    weights_V = jnp.asarray(token_weights(tokenizer))
+
+    def objective(
+        parameters: nnx.State, _: nnx.State, rows: PackedRows
+    ) -> tuple[jax.Array, jax.Array]:
+        logits_RTV, imbalance = nnx.merge(graph, parameters)(rows)
+        weighted = mean_loss(logits_RTV, rows.targets, weights_V)
+        loss = mean_loss(logits_RTV, rows.targets)
+        return weighted + _IMBALANCE_WEIGHT * imbalance, jnp.stack((loss, imbalance))
+
+    def report(progress: TrainingProgress, parameters: nnx.State) -> None:
+        on_progress(progress, nnx.merge(graph, parameters))
+
+    packed = batches(network, tokenizer, schedule)
+    trained = fit(parameters, nnx.State({}), objective, packed, schedule, report, every, keep)
+    return nnx.merge(graph, trained)
+
+
+def fit(
+    parameters: nnx.State,
+    frozen: nnx.State,
+    objective: Objective,
+    packed: Iterator[PackedRows],
+    schedule: Schedule,
+    on_progress: Callable[[TrainingProgress, nnx.State], None],
+    every: int = 100,
+    keep: Path | None = None,
+) -> nnx.State:
+    """The training loop. `frozen` are parameters that do not change. Calls `on_progress` after
+    every `every` steps and after the last step. Stops early after `schedule.seconds_at_most`.
 
     `keep` is a file for the training state, which is saved at each call of `on_progress`. If the
     file exists, training resumes from the saved state."""
-    graph, parameters = nnx.split(TinyNetwork(shape, schedule.seed))
-    weights_V = jnp.asarray(token_weights(tokenizer))
     optimizer = optimizer_of(schedule)
 
-    def objective(
-        parameters: nnx.State, rows: PackedRows
-    ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-        logits_RTV, imbalance = nnx.merge(graph, parameters)(rows)
-        weighted = mean_loss(logits_RTV, rows.targets, weights_V)
-        return weighted + _IMBALANCE_WEIGHT * imbalance, (
-            mean_loss(logits_RTV, rows.targets),
-            imbalance,
-        )
-
-    def step(parameters: nnx.State, state: optax.OptState, rows: PackedRows):
-        gradients, (loss, imbalance) = jax.grad(objective, has_aux=True)(parameters, rows)
+    def step(parameters: nnx.State, state: optax.OptState, frozen: nnx.State, rows: PackedRows):
+        gradients, told = jax.grad(objective, has_aux=True)(parameters, frozen, rows)
         with jax.numpy_dtype_promotion("standard"):  # Optax counts on it
             updates, state = optimizer.update(gradients, state, parameters)
-        return optax.apply_updates(parameters, updates), state, loss, imbalance
+        return optax.apply_updates(parameters, updates), state, told
 
     run_step = jax.jit(step, donate_argnums=(0, 1))
     state = jax.jit(optimizer.init)(parameters)
@@ -106,27 +148,21 @@ def train(
     if keep is not None and keep.exists():
         done, (parameters, state) = _read_state(keep, (parameters, state))
     began = time.monotonic()
-    recent: list[tuple[jax.Array, jax.Array]] = []
-    for number, rows in enumerate(
-        islice(batches(shape, tokenizer, schedule), done, None), start=done + 1
-    ):
-        parameters, state, loss, imbalance = run_step(parameters, state, rows)
-        recent.append((loss, imbalance))
+    recent: list[jax.Array] = []
+    for number, rows in enumerate(islice(packed, done, None), start=done + 1):
+        parameters, state, told = run_step(parameters, state, frozen, rows)
+        recent.append(told)
         last = number == schedule.steps or time.monotonic() - began > schedule.seconds_at_most
         if number % every == 0 or last:
             means = np.mean(np.asarray(jax.device_get(recent)), axis=0)
             if keep is not None:
                 _write_state(keep, number, (parameters, state))
-            on_progress(
-                TrainingProgress(
-                    number, float(means[0]), float(means[1]), time.monotonic() - began
-                ),
-                nnx.merge(graph, parameters),
-            )
+            seconds = time.monotonic() - began
+            on_progress(TrainingProgress(number, tuple(map(float, means)), seconds), parameters)
             recent.clear()
         if last:
             break
-    return nnx.merge(graph, parameters)
+    return parameters
 
 
 def mean_loss(
@@ -156,7 +192,7 @@ def token_weights(tokenizer: Tokenizer) -> np.ndarray:
 
 
 def held_out_losses(
-    network: TinyNetwork, tokenizer: Tokenizer, seed: int, row_count: int = 64
+    network: Network, tokenizer: Tokenizer, seed: int, row_count: int = 64
 ) -> dict[str, float]:
     """Returns the loss on held-out text, in nats per token, of the network and of two baselines:
     unigram and bigram counts."""
@@ -164,12 +200,12 @@ def held_out_losses(
     evaluate = jax.jit(
         lambda parameters, rows: mean_loss(nnx.merge(graph, parameters)(rows)[0], rows.targets)
     )
-    context = network.shape.context_tokens
+    context = network.context_tokens
     rows_of = packed_rows(encoded(tokenizer, documents(seed, held_out=True)), context)
-    held_out = [_stack([next(rows_of) for _ in range(4)]) for _ in range(row_count // 4)]
+    held_out = [_rows_for(network, rows_of, 4) for _ in range(row_count // 4)]
     loss = float(np.mean([float(evaluate(parameters, rows)) for rows in held_out]))
     rows_of = packed_rows(encoded(tokenizer, documents(seed)), context)
-    counts = np.zeros((network.shape.vocabulary,) * 2)
+    counts = np.zeros((tokenizer.get_vocab_size(),) * 2)
     for _ in range(1000):
         row = next(rows_of)
         known = row.targets >= 0
@@ -223,21 +259,28 @@ def packed_rows(sequences: Iterator[list[int]], row_tokens: int) -> Iterator[Pac
         yield PackedRows(tokens, targets, documents, positions)  # type: ignore[arg-type]
 
 
-def batches(shape: TinyShape, tokenizer: Tokenizer, schedule: Schedule) -> Iterator[PackedRows]:
+def batches(network: Network, tokenizer: Tokenizer, schedule: Schedule) -> Iterator[PackedRows]:
     sequences = encoded(tokenizer, documents(schedule.seed))
     parts = (
         (schedule.row_tokens, schedule.end_begins),
-        (shape.context_tokens, schedule.steps - schedule.end_begins),
+        (network.context_tokens, schedule.steps - schedule.end_begins),
     )
     for row_tokens, steps in parts:
         rows_of = packed_rows(sequences, row_tokens)
         for _ in range(steps):
-            yield _stack(
-                [next(rows_of) for _ in range(max(1, schedule.tokens_per_step // row_tokens))]
-            )
+            yield _rows_for(network, rows_of, max(1, schedule.tokens_per_step // row_tokens))
 
 
-def _stack(rows: list[PackedRows]) -> PackedRows:
+def joined(row: PackedRows) -> PackedRows:
+    """Makes the documents of a row one sequence, in which `<s>` follows an end."""
+    tokens, there = np.asarray(row.tokens), np.asarray(row.documents) > 0
+    targets = np.where(np.append(there[1:], False), np.append(tokens[1:], 0), -1)
+    positions = np.arange(len(tokens), dtype=np.int32)
+    return PackedRows(tokens, targets.astype(np.int32), np.ones_like(tokens), positions)  # type: ignore[arg-type]
+
+
+def _rows_for(network: Network, rows_of: Iterator[PackedRows], count: int) -> PackedRows:
+    rows = [joined(row) if network.joins else row for row in islice(rows_of, count)]
     return jax.tree.map(lambda *leaves: jnp.asarray(np.stack(leaves)), *rows)
 
 

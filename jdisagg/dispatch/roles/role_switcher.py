@@ -133,10 +133,11 @@ class RoleSwitcher:
     async def _placed(self, report: SwitchReport) -> None:
         while True:
             live = any(
-                status.name == report.worker and status.serving
+                status.name == report.worker and status.serving and status.role is report.role
                 for status in self._workers.statuses()
             )
-            if live and any(card.boot_id == report.boot_id for card in self._workers.cards()):
+            placed = report.boot_id, report.role
+            if live and any((card.boot_id, card.role) == placed for card in self._workers.cards()):
                 return
             await self._clock.sleep(self._timeouts.role_look_seconds)
 

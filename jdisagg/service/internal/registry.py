@@ -11,6 +11,7 @@ retries at longer intervals. If every router refuses the worker, `failed` is set
 Depends only on the `Registrar` Protocol, which dispatch/membership.py implements."""
 
 import asyncio
+import contextlib
 import logging
 import math
 from collections.abc import Awaitable, Callable, Sequence
@@ -153,10 +154,17 @@ class RegistryClient:
 
     @property
     def registered(self) -> frozenset[str]:
-        return frozenset(link.connection.address for link in self._links if link.registered)
+        return frozenset(link.connection.address for link in self._links if link.card is not None)
 
     def start(self) -> None:
         self._tasks = [asyncio.create_task(self._keep_known(link)) for link in self._links]
+
+    def change(self, card: WorkerCard) -> None:
+        """Registers the worker anew, at once, because its role has changed. Statuses that `status`
+        returns from now on belong to `card`."""
+        self._card = card
+        for link in self._links:
+            link.due.set()
 
     async def leave(self) -> None:
         """Deregisters the worker from all reachable routers and stops. Idempotent."""
@@ -169,11 +177,11 @@ class RegistryClient:
         deregistrations = (
             link.port.deregister(self._card.name, self._card.boot_id)
             for link in self._links
-            if link.registered
+            if link.card is not None
         )
         await asyncio.gather(*deregistrations, return_exceptions=True)
         for link in self._links:
-            link.registered = False
+            link.card = None
             await link.connection.aclose()
 
     async def _keep_known(self, link: "_RouterLink") -> None:
@@ -206,9 +214,13 @@ class RegistryClient:
             except Exception:
                 name, router = self._card.name, link.connection.address
                 log.exception("worker %s: reporting to router %s failed", name, router)
-            await asyncio.sleep(pause)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(pause):
+                    await link.due.wait()
 
     async def _say(self, link: "_RouterLink") -> None:
+        link.due.clear()
+        card = self._card  # of the status
         try:
             async with asyncio.timeout(self._timeouts.call_seconds):
                 status = await self._status()
@@ -216,17 +228,17 @@ class RegistryClient:
             self._fail(error)
             raise
         self._draining = status.draining
-        if not link.registered:
-            await self._register(link)
-        if not await link.port.heartbeat(self._card.boot_id, status):
-            link.registered = False
-            await self._register(link)
+        if link.card is not card:
+            await self._register(link, card)
+        if not await link.port.heartbeat(card.boot_id, status):
+            link.card = None
+            await self._register(link, card)
         await self._share_use(link)
         for _ in range(NEWS_A_BEAT):
             news = self._kept(link.mark)
             if news is None:
                 return
-            link.mark = await link.port.kept(self._card.boot_id, news)
+            link.mark = await link.port.kept(card.boot_id, news)
 
     async def _share_use(self, link: "_RouterLink") -> None:
         now = asyncio.get_running_loop().time()
@@ -243,9 +255,9 @@ class RegistryClient:
         link.shared_at = now
         link.share_at = now + min(one.use.again_seconds for one in (*fresh, link))
 
-    async def _register(self, link: "_RouterLink") -> None:
-        await link.port.register(self._card)
-        link.registered, link.mark = True, KeptMark()
+    async def _register(self, link: "_RouterLink", card: WorkerCard) -> None:
+        await link.port.register(card)
+        link.card, link.mark = card, KeptMark()
 
     def _fail(self, error: JdisaggError) -> None:
         if not self.failed.done():
@@ -257,7 +269,8 @@ class _RouterLink:
         self.connection = connection
         self._timeouts = timeouts
         self.port = rpc.client(RegistryPort, connection, call_seconds=timeouts.call_seconds)
-        self.registered = False
+        self.card: WorkerCard | None = None  # with which the worker is registered
+        self.due = asyncio.Event()
         self.mark = KeptMark()
         self.refused: JdisaggError | None = None
         self.taken_since: float | None = None

@@ -152,7 +152,8 @@ class SteppedRun:
                     self._receive(request)
                 elif self._every[index].version == version:
                     self._end_command(index)
-            if lost is not None and (self._stopped or any(map(lost, ended[seen:]))):
+            more = len(ended) > seen
+            if lost is not None and (self._stopped or (more and any(map(lost, ended[seen:])))):
                 return TrialRun(tuple(ended), tuple(self._usage()), stopped=True)
         ended.sort(key=lambda outcome: int(outcome.request_id))
         return TrialRun(tuple(ended), tuple(self._usage()))
@@ -175,7 +176,6 @@ class SteppedRun:
     def _place(self, request: SteppedRequest) -> bool:
         arrival = self._arrivals[request.number]
         cached = [cache.cached_tokens(arrival) for cache in self._caches]
-        loads = [item.batch.load for item in self._decodes]
         work = [item.prompt_tokens for item in self._first]
         if cached:
             work = [queued - known for queued, known in zip(work, cached, strict=True)]
@@ -183,6 +183,8 @@ class SteppedRun:
             first = min(range(len(work)), key=work.__getitem__)
             if self._held(work[first], request.prompt - (cached[first] if cached else 0)):
                 return False
+        loads = [item.batch.load for item in self._decodes]
+        if self._prefills:
             order = sorted(range(len(loads)), key=loads.__getitem__)
         else:
             order = sorted(range(len(loads)), key=lambda one: (work[one], loads[one]))

@@ -13,6 +13,7 @@ hold:
   which the queue grows.
 """
 
+import itertools
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -23,7 +24,14 @@ import numpy as np
 from jdisagg.simulator.planning.bounds import Demand, Goal
 from jdisagg.simulator.planning.candidates import Candidate
 from jdisagg.simulator.planning.verdict import Finding, Trial
-from jdisagg.simulator.report import Report, RequestOutcome, WorkerUsage, attainment, summarise
+from jdisagg.simulator.report import (
+    Report,
+    RequestOutcome,
+    SloLimits,
+    WorkerUsage,
+    summarise,
+    utilisation,
+)
 from jdisagg.simulator.workloads import Arrival, at_rate
 
 TOLERANCE = 0.04  # relative tolerance of a rate at which bisection ends
@@ -177,20 +185,18 @@ class Loss:
 
 
 def _judged(rate: float, run: TrialRun, judged: Sequence[RequestOutcome], goal: Goal) -> Trial:
-    slo = goal.slo
-    first, tokens = replace(slo, tpot_seconds=None), replace(slo, ttft_seconds=None)
+    report = summarise(judged, goal.slo)
+    assert report.attainment is not None, "there are limits"
+    first, tokens = SloLimits(ttft_seconds=goal.ttft_seconds), goal.tpot_seconds
     finished = [item for item in judged if item.end == "finished"]
-    reasons = Counter(item.reason for item in judged if item.end != "finished")
+    reasons = Counter([item.reason for item in judged if item.end != "finished"])
     return Trial(
         rate=rate,
-        attainment=attainment(judged, slo),
-        late_first=sum(not first.attained(item) for item in finished) / len(judged),
-        late_tokens=sum(not tokens.attained(item) for item in finished) / len(judged),
+        attainment=report.attainment,
+        late_first=sum([not first.attained(item) for item in finished]) / len(judged),
+        late_tokens=sum([(item.tpot or 0.0) > tokens for item in finished]) / len(judged),
         unfinished=1 - len(finished) / len(judged),
-        report=replace(
-            summarise(judged, slo),
-            utilisation=summarise(run.outcomes or judged, None, run.usage).utilisation,
-        ),
+        report=replace(report, utilisation=utilisation(run.outcomes or judged, run.usage)),
         reason=max(reasons, key=lambda reason: reasons[reason], default=""),
     )
 
@@ -213,10 +219,8 @@ def requests_at(
     gaps[0] = 0.0
     # Scaled to the exact mean: a few hundred draws may be off by a tenth.
     times = np.cumsum(gaps) * (count - 1) / max(gaps.sum(), 1e-9) / rate
-    return [
-        replace(workload[index % len(workload)], at_seconds=float(at))
-        for index, at in enumerate(times)
-    ]
+    repeated = itertools.islice(itertools.cycle(workload), count)
+    return [item.at(seconds) for item, seconds in zip(repeated, times.tolist(), strict=True)]
 
 
 def settled(

@@ -2,7 +2,6 @@
 for it, only the program."""
 
 import asyncio
-import base64
 import json
 import os
 import shutil
@@ -13,7 +12,6 @@ import tempfile
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -87,15 +85,6 @@ class Browser:
         await self.until(
             f"document.readyState === 'complete' && location.href === {json.dumps(address)}"
         )
-
-    async def theme(self, name: str) -> None:
-        """light or dark, as the system would say."""
-        wanted = {"name": "prefers-color-scheme", "value": name}
-        await self.call("Emulation.setEmulatedMedia", features=[wanted])
-
-    async def picture(self, path: Path) -> None:
-        found = await self.call("Page.captureScreenshot", format="png")
-        path.write_bytes(base64.b64decode(found["data"]))
 
     def take(self, message: dict[str, Any]) -> None:
         if (number := message.get("id")) is not None:

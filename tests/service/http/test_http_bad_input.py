@@ -62,12 +62,9 @@ WRONG: list[tuple[dict[str, Any], str, str]] = [
     ({"temperature": "hot"}, "temperature", 'must be a number, got "hot"'),
     ({"temperature": -1}, "temperature", "must be in [0.0, 100.0], got -1.0"),
     ({"max_tokens": 1.5}, "max_tokens", "must be an integer, got 1.5"),
-    ({"max_tokens": 0}, "max_tokens", "got 0"),
     ({"max_tokens": 10**30}, "max_tokens", "must be in [1, 2147483647]"),
     ({"top_k": [1]}, "top_k", "must be an integer, got [1]"),
-    ({"seed": 2**64}, "seed", "must be in [0, "),
     ({"n": True}, "n", "must be an integer, got true"),
-    ({"n": 65}, "n", "[1, 64]"),
     ({"stop": [1]}, "stop", "a string or a list of strings"),
     ({"stop_token_ids": ["a"]}, "stop_token_ids", "a list of integers"),
     ({"logit_bias": {"x": 1}}, "logit_bias", "an object of token ids and numbers"),
@@ -81,7 +78,6 @@ WRONG: list[tuple[dict[str, Any], str, str]] = [
     ({"bad_words": [""]}, "bad_words", "non-empty texts"),
     ({"bad_words": ["x"], "allowed_token_ids": [1]}, "allowed_token_ids", "together"),
     ({"prompt_logprobs": 21}, "prompt_logprobs", "[0, 20], got 21"),
-    ({"prompt_logprobs": -1}, "prompt_logprobs", "[0, 20], got -1"),
     ({"prompt_logprobs": True}, "prompt_logprobs", "must be an integer"),
     ({"priority": 1e300}, "priority", "priority"),
     ({"user": {}, "tenant": 3}, "tenant", "must be a string, got 3"),
@@ -100,7 +96,6 @@ WRONG_COMPLETIONS = [
     ({"prompt": [300]}, "prompt", "is not a token id"),
     ({"prompt": ["x"] * 257}, "prompt", "at most 256, got 257"),
     ({"prompt": "x" * 600}, "prompt", "the model's context of 512"),
-    ({"logprobs": 21}, "logprobs", "[0, 20]"),
     ({"echo": True, "logprobs": 21}, "logprobs", "[0, 20], got 21"),
     ({"guided_regex": 3}, "guided_regex", "must be a string, got 3"),
     ({"guided_choice": []}, "guided_choice", "the list of choices is empty"),
@@ -135,8 +130,6 @@ WRONG_CHATS = [
         "messages[0].content[0].image_url is missing",
     ),
     ({"top_logprobs": 3}, "top_logprobs", "needs logprobs"),
-    ({"thinking_budget": 64}, "thinking_budget", "is not supported"),
-    ({"reasoning": {"max_tokens": 64}}, "reasoning", "reasoning.max_tokens=64 is not supported"),
     ({"reasoning": {"exclude": True}}, "reasoning", "reasoning.exclude=true is not supported"),
     ({"chat_template_kwargs": 3}, "chat_template_kwargs", "must be an object, got 3"),
     ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs", "must not set 'messages'"),
@@ -214,6 +207,7 @@ async def test_a_body_that_is_no_json_object_is_refused(door: HttpDoor, path: st
 
 PART = {"type": "text", "text": ""}
 MANY_WORDS = {"role": "user", "content": [PART | {"type": "x"}] * (MAX_PARTS + 1)}
+MANY_LINES = {"role": "user", "content": [PART] * (2 * MAX_PARTS)}
 
 
 TOO_MANY: list[tuple[str, dict[str, Any], str]] = [
@@ -222,16 +216,13 @@ TOO_MANY: list[tuple[str, dict[str, Any], str]] = [
     (CHATS, {"messages": [MANY_WORDS]}, "messages[0].content may hold at most"),
     (CHATS, {"messages": [{}], "tools": [{}] * (MAX_TOOLS + 1)}, "tools may hold at most"),
     (RESPONSES, {"input": [{}] * (MAX_MESSAGES + 1)}, "input may hold at most"),
+    # Parts of text are not too many: they become lines.
+    (CHATS, {"messages": [MANY_LINES]}, "the model's context of 512"),
 ]
 
 
 async def test_what_is_too_many_is_counted_before_it_is_looked_at(door: HttpDoor) -> None:
     assert not await taken(door, TOO_MANY)
-
-
-async def test_as_many_parts_of_text_as_are_sent_become_lines(door: HttpDoor) -> None:
-    asked = {"messages": [{"role": "user", "content": [PART] * (2 * MAX_PARTS)}]}
-    named(await door.ask(CHATS, asked), 400, "the model's context of 512")
 
 
 async def test_tokens_that_are_none_are_refused(door: HttpDoor) -> None:
@@ -324,10 +315,6 @@ async def test_what_is_no_http_and_no_path_is_refused(door: HttpDoor) -> None:
         assert len(answer.body) < 500
 
 
-async def test_a_query_does_not_change_the_path(door: HttpDoor) -> None:
-    await door.served("/health?x=1&y=../..")
-
-
 @pytest.mark.parametrize(("path", "allowed"), [(COMPLETIONS, "POST"), ("/v1/models", "GET")])
 async def test_another_method_is_refused_with_the_one_to_use(
     door: HttpDoor, path: str, allowed: str
@@ -387,10 +374,3 @@ async def test_a_body_that_does_not_come_is_ended(
 
 def connections(door: HttpDoor) -> set[Any]:
     return set(door.server.http._server.server_state.connections)
-
-
-async def test_many_idle_connections_leave_room_for_work(door: HttpDoor) -> None:
-    idle = [await door.connect() for _ in range(200)]
-    await door.served("/health")
-    for _, writer in idle:
-        writer.close()

@@ -1,13 +1,11 @@
-"""What describes the API: OpenAPI and its page, a rendered chat, and the refusal of embeddings."""
+"""What describes the API: OpenAPI and its page, and a rendered chat."""
 
 import json
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from jdisagg.config import ServiceConfig
-from tests.service.doors import MODEL, FakePath
+from tests.service.doors import MODEL
 from tests.service.http_doors import HttpDoor, http_door
 
 # Of other models, or with a folder of batches.
@@ -100,12 +98,3 @@ async def test_a_chat_is_rendered_without_an_answer(door: HttpDoor) -> None:
     ).fields
     grammar = shown["sampling_params"]["grammar"]
     assert grammar["kind"] == "json_schema" and json.loads(grammar["text"]) == {"type": "object"}
-
-
-@pytest.mark.parametrize("asked", [{"model": "tiny", "input": "hi"}, {}])
-async def test_embeddings_are_refused_by_name(asked: dict[str, str]) -> None:
-    async with http_door(FakePath()) as door:
-        answer = await door.ask("/v1/embeddings", asked)
-        assert (
-            answer.status == 404 and "'tiny' is not an embedding model" in answer.error["message"]
-        )

@@ -11,7 +11,16 @@ from jdisagg.grammar.json_blanks import without
 from jdisagg.grammar.structural_tags import structural_lark
 from jdisagg.request import Grammar, GrammarKind
 from tests.service.chats import TEMPLATE
-from tests.service.http_doors import CHATS, COMPLETIONS, HI, RESPONSES, USUAL, HttpDoor, http_door
+from tests.service.http_doors import (
+    CHATS,
+    COMPLETIONS,
+    HI,
+    MESSAGES,
+    RESPONSES,
+    USUAL,
+    HttpDoor,
+    http_door,
+)
 
 SCHEMA = {"type": "object", "properties": {"b": {"type": "integer"}, "a": {"const": "é"}}}
 WRITTEN = json.dumps(SCHEMA)  # as `HttpDoor.ask` writes it
@@ -30,6 +39,8 @@ CASES: list[tuple[str, dict[str, Any], Grammar]] = [
     (COMPLETIONS, {"response_format": {"type": "json_schema", "json_schema": NAMED}}, AS_SCHEMA),
     (RESPONSES, {"text": {"format": {"type": "json_schema", **NAMED}}}, AS_SCHEMA),
     (RESPONSES, {"text": {"format": {"type": "json_object"}, "verbosity": "low"}}, AS_OBJECT),
+    (MESSAGES, {"output_config": {"format": {"type": "json_schema", **NAMED}}}, AS_SCHEMA),
+    (MESSAGES, {"output_format": {"type": "json_schema", **NAMED}}, AS_SCHEMA),
     (CHATS, {"structured_outputs": {"json": SCHEMA}}, AS_SCHEMA),
     (COMPLETIONS, {"structured_outputs": {"json": WRITTEN}}, AS_SCHEMA),
     (CHATS, {"structured_outputs": {"json_object": True}}, AS_OBJECT),

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from jdisagg.request import GrammarKind, Request, StreamEvent
+from jdisagg.request import Request, StreamEvent
 from jdisagg.service.http import generation
 from tests.service.chats import CALLS, SCHEMA, TEMPLATE, THOUGHT, Script, prompts, say, script_door
 from tests.service.doors import CACHED, MODEL, FakePath
@@ -231,10 +231,6 @@ async def test_no_tokens_fill_the_cache_alone(door: HttpDoor) -> None:
     assert message["usage"]["output_tokens"] == 0
 
 
-BLOCK: Any = {"role": "user", "content": [{"type": "unheard_of"}]}
-PDF: Any = {"type": "document", "source": {"type": "base64", "data": ""}}
-
-
 async def test_a_long_wait_is_filled_with_pings(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(generation, "COMMENT_SECONDS", 0.02)
     async with http_door(FakePath(pause_seconds=0.2)) as door:
@@ -324,17 +320,6 @@ async def test_a_call_that_is_required_is_made_and_one_that_was_cut_off_keeps_it
     say(door, CALLS[: CALLS.index("Köln") + 2], cut=True)
     (call,) = (await door.ask(MESSAGES, HI | {"tools": [WEATHER]})).fields["content"]
     assert call["input"] == {"INVALID_JSON": '{"city": "Kö'}
-
-
-async def test_an_answer_may_have_to_follow_a_schema() -> None:
-    form = {"type": "json_schema", "schema": SCHEMA}
-    configured: dict[str, Any] = {"output_config": {"format": form, "effort": "low"}}
-    async with http_door(Script(text="{}")) as door:
-        for more in (configured, {"output_format": form}):
-            await both(door, HI | more)
-            grammar = door.path.requests[-1].sampling.grammar
-            assert grammar is not None and grammar.kind is GrammarKind.JSON_SCHEMA
-            assert json.loads(grammar.text) == SCHEMA, more
 
 
 BLOCK: Any = {"role": "user", "content": [{"type": "unheard_of"}]}

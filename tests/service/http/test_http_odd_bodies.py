@@ -111,7 +111,7 @@ BODIES = st.sampled_from([*ASK]).flatmap(
 )
 
 
-@pytest.mark.parametrize("count", [300, pytest.param(1000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [150, pytest.param(1000, marks=pytest.mark.slow)])
 def test_no_body_is_an_error_of_the_server(count: int) -> None:
     async def answered(door: HttpDoor, path: str, body: dict[str, Any]) -> None:
         answer = await door.ask(path, ASK[path] | {"max_tokens": 1} | body)

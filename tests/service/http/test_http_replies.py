@@ -7,7 +7,6 @@ from typing import Any
 import openai
 import pytest
 from openai.types import Completion, Model
-from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from openai.types.responses import Response
 
 from jdisagg.request import FinishReason, StreamEvent, Usage
@@ -100,49 +99,6 @@ async def test_the_model_that_is_served_is_listed(client: openai.AsyncOpenAI) ->
     assert (await client.models.retrieve("tiny")).model_dump()["max_model_len"] == 512
     with pytest.raises(openai.NotFoundError, match="'tiny', the served model, got 'other'"):
         await client.models.retrieve("other")
-
-
-async def test_a_chat_is_answered_whole(door: HttpDoor, client: openai.AsyncOpenAI) -> None:
-    reply = await client.chat.completions.create(
-        model="tiny", messages=CHAT, max_completion_tokens=5, n=2, logprobs=True, top_logprobs=1
-    )
-    strict(reply, ChatCompletion)
-    for child, choice in enumerate(reply.choices):
-        assert choice.message.content == made(door.path, child)
-        assert (choice.index, choice.finish_reason) == (child, "length")
-        tokens = [one.token for one in choice.logprobs.content]
-        assert "".join(tokens) == choice.message.content
-        assert [one.bytes for one in choice.logprobs.content] == [[ord(one)] for one in tokens]
-        assert {one.top_logprobs[0].logprob for one in choice.logprobs.content} == {-0.5}
-    prompt = bytes(door.path.requests[0].prompt_token_ids).decode()
-    assert prompt == "<user>hi<assistant>"
-    assert reply.usage is not None and reply.usage.prompt_tokens == len(prompt)
-    assert (reply.usage.completion_tokens, reply.usage.total_tokens) == (10, 10 + len(prompt))
-
-
-async def test_a_chat_is_streamed_and_ends_with_its_usage(
-    door: HttpDoor, client: openai.AsyncOpenAI
-) -> None:
-    chunks = [
-        chunk
-        async for chunk in await client.chat.completions.create(
-            model="tiny",
-            messages=CHAT,
-            max_tokens=5,
-            logprobs=True,
-            stream=True,
-            stream_options={"include_usage": True},
-        )
-    ]
-    for chunk in chunks:
-        strict(chunk, ChatCompletionChunk)
-    *some, last = chunks
-    assert "".join(chunk.choices[0].delta.content or "" for chunk in some) == made(door.path)
-    assert some[0].choices[0].delta.role == "assistant" and some[0].choices[0].delta.content
-    assert [chunk.choices[0].finish_reason for chunk in some] == [None] * 4 + ["length"]
-    assert [chunk.usage for chunk in some] == [None] * 5 and last.choices == []
-    assert last.usage is not None and last.usage.completion_tokens == 5
-    assert len({chunk.id for chunk in chunks}) == 1 and last.id.startswith("chatcmpl-")
 
 
 @pytest.mark.parametrize(

@@ -50,9 +50,8 @@ class Counting(httpx2.AsyncHTTPTransport):
         return await super().handle_async_request(request)
 
 
-@pytest.mark.parametrize(
-    "end", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.ci)]
-)
+@pytest.mark.ci
+@pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGTERM])
 async def test_streams_go_on_at_another_router_when_theirs_ends(end: signal.Signals) -> None:
     async with contextlib.AsyncExitStack() as stack:
         first, process = await stack.enter_async_context(router_process())

@@ -51,7 +51,8 @@ async def test_the_page_and_all_files_that_it_names_are_served() -> None:
 
 def test_the_pages_files_name_no_other_address_and_turn_no_text_into_html_or_code() -> None:
     ways = r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|eval\(|Function\(|srcdoc"
-    for name, text in FILES.items():
+    guide = files("jdisagg.guide") / "web"
+    for name, text in [*FILES.items(), *((one.name, one.read_text()) for one in guide.iterdir())]:
         assert not re.search(r"https?:|[\"'(]//|@import|wss?:", text), name
         assert not (name.endswith(".js") and re.search(ways, text)), name
         for path in re.findall(r"(?:src|href)=\"([^\"]*)\"", text):

@@ -34,7 +34,7 @@ def ended(answers: int) -> str:
     return f"{notes}.filter((note) => note.textContent).length === {answers}"
 
 
-async def test_the_page_chats_and_shows_cluster_decisions_and_timelines(tmp_path: Path) -> None:
+async def test_the_page_chats_and_shows_cluster_decisions_and_timelines() -> None:
     path = ManyWorkers(workers=some_workers(200))
     path.filler = HOSTILE
     async with page_door(path, name="<b>tiny</b>") as door, browser() as page:
@@ -79,7 +79,6 @@ async def test_the_page_chats_and_shows_cluster_decisions_and_timelines(tmp_path
             await page.open(address(door, view), PHONE, 740)
             await page.until(READY)
             assert not await page.run(WIDE), f"{view} is wider than a phone"
-            await page.picture(tmp_path / f"{view}.png")
         assert not await page.run("window.broken")
         assert not page.errors
         ours = f"http://127.0.0.1:{door.port}/"

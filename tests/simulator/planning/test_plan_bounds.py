@@ -13,7 +13,6 @@ from jdisagg.layout.axes import Layout
 from jdisagg.simulator.planning.bounds import HEADROOM, Bounds, Demand, Goal, RateCeilings
 from jdisagg.simulator.planning.candidates import (
     Candidate,
-    Fitting,
     NothingFits,
     Site,
     fitting_layouts,
@@ -125,10 +124,14 @@ def test_a_model_whose_heads_no_layout_divides_is_told():
 
 
 def test_experts_lie_over_all_devices_or_are_cut():
-    layouts = {item.layout for item in fitting_layouts(QWEN_235B, Site(GB200, 16), 20_000)}
+    site = Site(GB200, 16)
+    fitting = fitting_layouts(QWEN_235B, site, 20_000)
+    layouts = {item.layout for item in fitting}
     assert {Layout(dp=16, tp=1, ep=16), Layout(dp=4, tp=4, ep=16), Layout(tp=8)} <= layouts
     assert Layout(tp=8, ep=8) not in layouts  # it costs what tp=8 costs
     assert all(layout.ep in (1, layout.devices) for layout in layouts)
+    wide = {item.decode for item in one_pool(fitting, site, (Mode.CHUNKED,))}
+    assert {Layout(dp=2, tp=4, ep=8), Layout(dp=4, tp=2, ep=8)} <= wide
 
 
 def test_dp_ranks_that_share_experts_may_lie_in_several_domains_and_tp_in_one():
@@ -365,24 +368,3 @@ def test_no_candidate_that_may_be_best_has_too_low_a_ceiling(link_name: str, goa
         bounds = made.bounds(candidate)
         found = measurer.measured(Task(candidate, bounds, made.rooms[candidate.decode]))
         assert found is not None and HOPELESS * found.rate <= bounds.rate, candidate.name
-
-
-def test_layouts_that_cost_the_same_are_one_and_wide_experts_are_candidates_of_one_pool():
-    large, site = QWEN_235B, Site(GB200, 16)
-    fitting = fitting_layouts(large, site, 7000)
-    layouts = [item.layout for item in fitting]
-    assert Layout(tp=4) in layouts and Layout(tp=4, ep=4) not in layouts
-    listed = {item.decode for item in one_pool(fitting, site, (Mode.CHUNKED,))}
-    assert {Layout(dp=2, tp=4, ep=8), Layout(dp=4, tp=2, ep=8)} <= listed
-    costs = [costs_of(item) for item in fitting]
-    assert len(set(costs)) == len(costs)
-
-
-def costs_of(item: Fitting) -> tuple[int, float, float, int]:
-    model = item.model
-    return (
-        item.layout.devices,
-        model.prefill([(700, 0)]).seconds,
-        model.decode([900] * 40).seconds,
-        item.kv_tokens,
-    )

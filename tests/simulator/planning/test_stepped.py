@@ -14,7 +14,7 @@ from jdisagg.simulator.planning.candidates import Candidate, Site, handoff_path
 from jdisagg.simulator.planning.fleet import FleetMaker
 from jdisagg.simulator.report import RequestOutcome
 from jdisagg.simulator.workloads import Arrival, Fixed, Mixture, poisson
-from tests.costs.named import DEEPSEEK, H100, H200, LLAMA_8B
+from tests.costs.named import A100, DEEPSEEK, H100, H200, LLAMA_8B
 
 MODEL = LLAMA_8B
 SITE = Site(H100, 4)
@@ -65,11 +65,20 @@ def test_prompts_of_one_server_wait_as_in_lindleys_recursion():
     ],
     ids=lambda item: item.mode.value,
 )
-@pytest.mark.parametrize("fused", [True, False])
-def test_latencies_are_those_of_the_simulator(candidate: Candidate, fused: bool):
-    if not fused and candidate.mode is not Mode.CHUNKED:
+@pytest.mark.parametrize(
+    "maker",
+    [
+        FleetMaker(MODEL, SITE),
+        FleetMaker(MODEL, SITE, fused=False),
+        FleetMaker(MODEL, replace(SITE, decoding=Site(A100, 8), between=link("infiniband-hdr"))),
+    ],
+    ids=["fused", "in turns", "two kinds"],
+)
+def test_latencies_are_those_of_the_simulator(candidate: Candidate, maker: FleetMaker):
+    if not maker.fused and candidate.mode is not Mode.CHUNKED:
         return  # the same fleet
-    maker = FleetMaker(MODEL, SITE, fused=fused)
+    if maker.site.decoding and candidate.prefill is None:
+        return  # one kind alone
     arrivals = poisson(8.0, 150, LENGTHS, seed=1)
     live = maker.run(candidate, arrivals).outcomes
     quick = maker.runners.stepped(candidate, arrivals, lambda outcome: False).outcomes

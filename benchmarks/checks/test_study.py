@@ -11,9 +11,8 @@ from benchmarks.study_runs import LADDER, as_text, from_text, next_rung
 from jdisagg.config import Mode
 from jdisagg.layout.axes import Layout
 from jdisagg.simulator.planning.candidates import Candidate
-from tests.notebooks.runs import ROOT
 
-RESULTS = ROOT / "benchmarks" / "results"
+RESULTS = Path(__file__).resolve().parents[1] / "results"
 
 
 def a_case(rates: dict[str, list[tuple[float, float]]]) -> dict[str, object]:
