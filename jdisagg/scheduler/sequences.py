@@ -214,6 +214,8 @@ class Prompt:
         decodes: Whether its answer is generated on this mesh. Otherwise its KV is sent.
         computes: Whether this mesh computes the uncached tokens. At least one token is then treated
             as uncached.
+        asked: Whether the router leaves the uncached tokens to this mesh, even if it cannot compute
+            them. At least one token is then treated as uncached, too.
         continues: Whether a sequence that gave way may go on with a decode step.
         chain: Names (hashes) of the full blocks; empty if no cached blocks may be used.
         useful: Names of the blocks among the `most_known` first positions.
@@ -243,6 +245,7 @@ class Prompt:
     arrival: float
     attempt: int = 1
     computes: bool = True
+    asked: bool = False
     continues: bool = False
     decodes: bool = True
     since: float | None = None
@@ -287,7 +290,7 @@ class Prompt:
     @property
     def most_known(self) -> int:
         """Number of leading positions that are not computed if they are cached."""
-        if not (self.computes or self.continues):
+        if not (self.computes or self.asked):
             return self.tokens
         return self.tokens - 1 if self.prompt_logprobs in (None, LAST) else 0
 

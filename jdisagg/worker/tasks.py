@@ -152,10 +152,10 @@ class PromptTask:
         else:
             if call.aside_seconds is not None:
                 since = arrival + max(0.0, call.age_seconds - call.aside_seconds)
-            may = computes or call.computes
+            asked = computes or call.computes
             computes = computes or (call.computes and appends)
-            prompt = Prompt(key, request, children, arrival, attempt, computes, since=since)
-            prompt.continues = continues and may and bool(children[0].accepted)
+            prompt = Prompt(key, request, children, arrival, attempt, computes, asked, since=since)
+            prompt.continues = continues and asked and bool(children[0].accepted)
         answer = asyncio.get_running_loop().create_future()
         return cls(prompt, call, RestoredBlocks(block_tokens), now, answer, handoff)
 

@@ -10,10 +10,11 @@ import pytest
 
 from jdisagg.config import Mode
 from jdisagg.errors import DeadlineExceededError, InvalidRequestError
-from jdisagg.messages.ports import DecodePort, GenerateCall, Span
+from jdisagg.messages.ports import Child, DecodePort, GenerateCall, ReserveCall, Span
 from jdisagg.messages.ports_middleware import through
 from jdisagg.messages.step_commands import PrefillChunk
 from jdisagg.scheduler.host_blocks import TierRoom
+from jdisagg.worker.tasks import PromptTask
 from tests.fakes.cluster import Cluster, toy_request
 from tests.fakes.fake_executor import Costs
 from tests.worker.conversations import NAMES, SEEDS, Talk, limits
@@ -113,6 +114,14 @@ async def test_an_answer_goes_on_from_fewer_tokens_than_its_worker_had_generated
             assert cluster.decode.counters["answers_continued"] == (0 if whole else 1)
             await check_empty(cluster)
     assert ahead >= 5
+
+
+async def test_a_mesh_that_can_neither_compute_nor_go_on_leaves_the_newest_token() -> None:
+    """Also where all tokens of the answer are in cached blocks, those of another one."""
+    call = ReserveCall(toy_request(1, 40), 2, (Child(0, (1,) * 8),), 100.0, computes=True)
+    task = PromptTask.of(call, 1, 0.0, 0.0, 16, computes=False, appends=False, continues=False)
+    assert (task.prompt.tokens, task.prompt.most_known) == (48, 47)
+    assert not (task.prompt.computes or task.prompt.continues)
 
 
 @pytest.mark.parametrize("spoiled", [False, True])
