@@ -83,7 +83,7 @@ async def test_nothing_is_built_when_a_warm_worker_takes_another_ones_blocks(
     )
     try:
         for one in (sender, receiver):
-            one.warm_prefill = one.warm_decode = lambda *_: None  # type: ignore[method-assign]  # not needed
+            one.warm_prefill = one.warm_decode = lambda *_, **_more: None  # type: ignore[method-assign]  # not needed
             for step in warm_up_steps(one):
                 step()
         before = sender.programs.compilations, receiver.programs.compilations
