@@ -104,7 +104,7 @@ class Computed:
         return drafts, np.stack(logits)
 
 
-@pytest.mark.parametrize("name", first_quick([(name,) for name in ASSISTANTS]))
+@pytest.mark.parametrize(("name",), first_quick([(name,) for name in ASSISTANTS]))
 def test_drafts_and_their_logits_equal_those_of_transformers(name: str) -> None:
     model, expected = loaded(name), arrays_of(GOLDEN / "assistants" / name / "expected.npz")
     known = arrays_of(GOLDEN / ASSISTANTS[name] / "expected.npz")
