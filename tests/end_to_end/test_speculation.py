@@ -182,8 +182,9 @@ async def test_drafts_of_an_assistant_are_those_of_transformers_and_change_no_st
             assert list(done.tokens[0]) == greedy[:count]
             ends, kept = len(prompt) + count, np.asarray(executor._decode.only._drafts)
             first, *drafts = max(row for rank in kept.tolist() for row in rank)
-            drafts = drafts[: ends - first]  # others are beyond the last token
-            assert drafts and drafts == drafts_of[first][: len(drafts)]
+            if first < ends:  # otherwise a step in flight has drafted beyond the last token
+                compared = drafts[: ends - first]
+                assert compared == drafts_of[first][: len(compared)]
 
 
 @pytest.mark.ci
