@@ -80,6 +80,10 @@ class TierBlock:
     def offer_ids(self) -> tuple[int, ...]:
         return tuple([piece.offer.offer_id for piece in self.pieces])
 
+    @property
+    def in_use(self) -> bool:
+        return self.readers > 0 or not self.written
+
 
 class TierBlocks:
     """The KV blocks, or the snapshots, of one mesh in one tier.
@@ -110,7 +114,7 @@ class TierBlocks:
     def listed(self) -> Iterator[tuple[int, bytes, int, bool]]:
         """Yields (rank, name, index in sequence, in use) of blocks, in the order of eviction."""
         for block in map(self._blocks.__getitem__, self._order):
-            yield block.rank, block.name, block.index, block.readers > 0 or not block.written
+            yield block.rank, block.name, block.index, block.in_use
 
     @property
     def free(self) -> int:
@@ -119,8 +123,7 @@ class TierBlocks:
     @property
     def room(self) -> int:
         """Number of blocks that can be added, for which others that are not in use are evicted."""
-        in_use = sum([block.readers > 0 or not block.written for block in self._blocks.values()])
-        return self.capacity - in_use
+        return self.capacity - sum([block.in_use for block in self._blocks.values()])
 
     def begin(
         self,
@@ -205,7 +208,7 @@ class TierBlocks:
         for block in map(self._blocks.__getitem__, self._order):
             if len(self._blocks) - len(gone) <= self._low:
                 break
-            if block.written and not block.readers:
+            if not block.in_use:
                 gone.append(block)
         return tuple(filter(self.forget, gone))
 
@@ -230,7 +233,7 @@ class HostBlocks(TierBlocks):
     def match(self, chain: Chain, first: int, rank: int = 0) -> int:
         for count, name in enumerate(chain[first:]):
             block = self.arrived(name)
-            if block is None or block.readers or (self._bound and block.rank != rank):
+            if block is None or block.in_use or (self._bound and block.rank != rank):
                 return count
         return max(0, len(chain) - first)
 
