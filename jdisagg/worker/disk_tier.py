@@ -73,7 +73,6 @@ class DiskTier(KvSource):
         self.snapshots = DiskBlocks(of_snapshots // nbytes, None, nbytes)
         self._named: dict[bytes, bytes] = {}  # block names of snapshots to be written
         self.prices = Prices(room.always)
-        self.least_chunk = host.least_chunk
         self._ttl_seconds = room.disk_ttl_seconds
         self._kept = kept
         self._loop = loop
@@ -200,7 +199,8 @@ class DiskTier(KvSource):
                 return 0
             return host.snapshot_tokens if self._readable(name) else None
 
-        return self.plan(self._kept, query, runs, snapshot, tail=host.tail_behind)
+        tail, least = host.tail_behind, host.least_chunk
+        return self.plan(self._kept, query, runs, snapshot, tail=tail, least_chunk=least)
 
     def _readable(self, name: bytes) -> bool:
         return self.snapshots.arrived(_saved_name(name)) is not None

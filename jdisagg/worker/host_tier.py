@@ -116,7 +116,6 @@ class HostTier(KvSource):
             of_snapshots, self.snapshot_bytes, MOST_SNAPSHOTS_WRITING, kept, room
         )
         self.on = self.blocks.capacity > 0
-        self.least_chunk = limits.computed_by(role.computes).chunk_buckets[0]
         self.prices = Prices(room.always)
         self._kept = kept
         self._loop = loop
@@ -132,6 +131,7 @@ class HostTier(KvSource):
         self.take_role(role)
 
     def take_role(self, role: WorkerRole) -> None:
+        self.least_chunk = self._limits.computed_by(role.computes).chunk_buckets[0]
         self.blocks.write_at_most(MOST_WRITING_OF_DECODE if role.decodes else MOST_WRITING)
 
     def bytes_of_snapshots(self, room_bytes: int) -> int:
@@ -354,7 +354,8 @@ class HostTier(KvSource):
         def snapshot(end: int) -> int | None:
             return tokens if self.has_snapshot(chain[end - 1]) else None
 
-        return self.plan(self._kept, query, runs, snapshot, tail=self.tail_behind)
+        tail, least = self.tail_behind, self.least_chunk
+        return self.plan(self._kept, query, runs, snapshot, tail=tail, least_chunk=least)
 
     def tail_behind(self, query: RestoreQuery, end: int, rank: int) -> Tail | None:
         """Returns the tail that a query asks for, if it is here and comes after `end` blocks."""

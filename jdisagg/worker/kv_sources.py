@@ -164,7 +164,6 @@ class KvSource(Protocol):
         name: Name of the source in usage reports and metrics.
         prices: Measured durations of restores from this source.
         most_restores: Largest number of simultaneous restores from this source.
-        least_chunk: Smallest number of tokens that a chunk computes.
         most_seconds: Longest duration of a restore in seconds while the speed of computing is not
             measured yet; None means no limit.
     """
@@ -173,7 +172,6 @@ class KvSource(Protocol):
     prices: Prices
     most_restores: int
     most_seconds: float | None
-    least_chunk: int = 0
 
     def worth(self, query: RestoreQuery) -> RestorePlan | None:
         """Returns a plan to restore blocks from this source to the best rank, or None if computing
@@ -188,6 +186,7 @@ class KvSource(Protocol):
         snapshot: Callable[[int], int | None],
         ahead_tokens: int = 0,
         tail: Callable[[RestoreQuery, int, int], Tail | None] = lambda query, end, rank: None,
+        least_chunk: int = 0,
     ) -> RestorePlan | None:
         """Plans a restore to the rank that has most blocks then. If hits need snapshots, it has a
         snapshot at its end. Returns None if computing is faster.
@@ -198,6 +197,7 @@ class KvSource(Protocol):
             snapshot: Function that returns the number of tokens that the snapshot after a number of
                 blocks moves, or None if the source has none.
             tail: Function that returns the tail after a number of blocks, for a rank.
+            least_chunk: Smallest number of tokens that a chunk computes.
         """
         chain, size = query.chain, kept.block_tokens
         reach = {rank: query.known[rank] + len(run) for rank, run in runs.items()}
@@ -220,7 +220,7 @@ class KvSource(Protocol):
         if behind is not None:
             moved += behind.tokens
             # with the tail nothing is left to compute, not even a small chunk
-            tokens += max(behind.tokens, self.least_chunk)
+            tokens += max(behind.tokens, least_chunk)
         if not tokens or not self.prices.worth(moved, tokens + ahead_tokens, query.instead):
             return None
         return RestorePlan(
