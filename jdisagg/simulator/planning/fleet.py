@@ -104,9 +104,11 @@ class FleetMaker:
         gaps: bool = False,
     ) -> TrialRun:
         """Stops early when `lost` returns True. `gaps`: whether outcomes have the times between
-        tokens."""
+        tokens. Without named blocks nothing is found in the prefix cache, and it is not
+        simulated."""
         begun = lost.begun if isinstance(lost, Loss) else None
-        fleet = self.fleet(candidate)
+        named = any(item.block_hashes for item in arrivals)
+        fleet = self.fleet(candidate) if named else replace(self, reuse=False).fleet(candidate)
         result = simulate(fleet, arrivals, self.seed, enough=lost, begun=begun, gaps=gaps)
         return TrialRun(result.outcomes, result.usage, result.stopped)
 

@@ -114,7 +114,7 @@ class SteppedRun:
         chunk = limits.chunk_buckets[-1]
         self._ranks, self._chunk_seconds = limits.ranks, self._sent.prefill(((chunk, 0),))[1]
         self._seconds_per_token = self._chunk_seconds / chunk
-        self._caches = self._prefix_caches() if fleet.prefix.reuse else []
+        self._caches: list[PrefixCache] = []
         # Ends of commands have a version, arrivals of KV a request.
         self._events: list[tuple[float, int, int, int, SteppedRequest | None]] = []
         self._numbers = itertools.count()
@@ -135,6 +135,8 @@ class SteppedRun:
 
     def run(self, arrivals: Sequence[Arrival], lost: Lost | None = None) -> TrialRun:
         self._arrivals = arrivals
+        if self._fleet.prefix.reuse and any(item.block_hashes for item in arrivals):
+            self._caches = self._prefix_caches()
         self._begun = lost.begun if isinstance(lost, Loss) else None
         coming, number = len(arrivals), 0
         ended, events = self._outcomes, self._events
@@ -175,8 +177,8 @@ class SteppedRun:
 
     def _place(self, request: SteppedRequest) -> bool:
         arrival = self._arrivals[request.number]
-        cached = [cache.cached_tokens(arrival) for cache in self._caches]
         work = [item.prompt_tokens for item in self._first]
+        cached = [cache.cached_tokens(arrival) for cache in self._caches]
         if cached:
             work = [queued - known for queued, known in zip(work, cached, strict=True)]
         if self._prefills:
