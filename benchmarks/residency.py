@@ -177,7 +177,7 @@ async def back(
             await one.cluster.suspend("rests")
             if between:
                 await one.first_token(between)
-            while not worker._sources.quiet:
+            while worker._loop._flight or not worker._sources.quiet:
                 await asyncio.sleep(0.01)
             known = sum([run.output_tokens for run in one.cluster.path._runs.values()])
             resumed = time.perf_counter()
