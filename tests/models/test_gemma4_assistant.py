@@ -78,6 +78,9 @@ class Computed:
         stem, drafter, token = self.model.stem, self.model.next_token, int(self.tokens[count - 1])
         assert drafter is not None
 
+        def last(every_T: jax.Array) -> jax.Array:  # of one shape for every `count`
+            return jax.lax.dynamic_slice_in_dim(every_T, count - 2, 1)
+
         def attend(
             q_TNH: jax.Array,
             k_TKH: jax.Array | None,
@@ -85,11 +88,11 @@ class Computed:
             **how: Unpack[AttendOptions],
         ) -> jax.Array:
             assert k_TKH is None and v_TKH is None
-            k_TKH, v_TKH = (each[: count - 1] for each in self._kv[how.pop("source")])
-            every_TNH = jnp.repeat(q_TNH, count - 1, axis=0)
-            return dense_causal_attend(every_TNH, k_TKH, v_TKH, **how)[-1:]
+            k_TKH, v_TKH = self._kv[how.pop("source")]
+            every_TNH = jnp.repeat(q_TNH, len(self.tokens), axis=0)
+            return last(dense_causal_attend(every_TNH, k_TKH, v_TKH, **how))
 
-        y_1D = drafter.fused(self._hidden_TD[count - 2 : count - 1], Shards())
+        y_1D = drafter.fused(last(self._hidden_TD), Shards())
         drafts, logits = [], []
         for number in range(CHAIN):
             if number:
