@@ -15,7 +15,7 @@ from jdisagg.request import Adapter, Request
 from tests.end_to_end.adapters import ATTENTION, merged, named, with_slots, write_adapter
 from tests.end_to_end.clusters import Recording, Running, collect, dense_greedy, running
 from tests.lanes import first_ci
-from tests.shapes import DECODE, LLAMA, MOE, PREFILL, config
+from tests.shapes import DECODE, LLAMA, MOE, PREFILL, SLOTS, config
 
 WORDS = (
     "once upon a time there was a little dog who lived in the forest and it liked to play with a"
@@ -56,7 +56,7 @@ def packed(recording: Recording) -> bool:
     chunks = [one for one in recording.prefill if isinstance(one, PrefillChunk)]
     steps = [one for one in recording.decode if isinstance(one, DecodeSteps)]
     together = any(len({row.adapter for row in chunk.rows}) > 1 for chunk in chunks)
-    return together and any(sum(map(len, step.slots)) > 4 for step in steps)
+    return together and any(sum(map(len, step.slots)) >= SLOTS for step in steps)
 
 
 @pytest.mark.ci
