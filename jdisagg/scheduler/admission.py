@@ -75,8 +75,8 @@ class Admitted:
     Attributes:
         prompts: Prompts that have pages now.
         groups: The sequences of those that are decoded here.
-        yielded: Number of sequences that lost their pages to them.
-        copies: Copies of recurrent state from which prompts continue, to be issued in this order.
+        yielded: Number of sequences that gave way to requests of higher priority.
+        copies: Copies of recurrent state, to be issued in this order before the next command.
     """
 
     prompts: list[Prompt] = field(default_factory=list)
@@ -235,10 +235,12 @@ class Admission:
 
     # ---- pages for those that wait
 
-    def admit(self, lease_until: float, stalled: Collection[str] = ()) -> Admitted:
+    def admit(
+        self, lease_until: float, stalled: Collection[str] = (), to: Admitted | None = None
+    ) -> Admitted:
         """Gives pages to prompts from the start of the queue, as long as there is room or others
-        give way. A group has the key of its prompt."""
-        admitted, blocked = Admitted(), False
+        give way. A group has the key of its prompt. The outcome is added to `to`, if given."""
+        admitted, blocked = to or Admitted(), False
         self._idle = [one for one in self.prompts.queued if not (one.begun or one.decodes)]
         for prompt in tuple(self._idle) if stalled else ():
             if prompt.destination in stalled:

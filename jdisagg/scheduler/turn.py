@@ -25,11 +25,11 @@ import msgspec
 from jdisagg.config import InstanceConfig
 from jdisagg.messages.step_commands import DecodeSteps, StepCommand
 from jdisagg.messages.worker_status import PriorityLoad, WorkerRole
-from jdisagg.scheduler.admission import Admission, Admitted, StateCopies, stalled_destinations
+from jdisagg.scheduler.admission import Admission, Admitted, stalled_destinations
 from jdisagg.scheduler.decode_batches import DecodeBatches
 from jdisagg.scheduler.decode_state import DecodeState
 from jdisagg.scheduler.prompts import Prompts
-from jdisagg.scheduler.sequences import ChildProgress, Prompt, SequenceGroup
+from jdisagg.scheduler.sequences import ChildProgress
 from jdisagg.telemetry import Counters
 
 # Largest time of a decode step with a prefill chunk, relative to a step alone. The smallest chunk
@@ -258,15 +258,11 @@ class Facts(msgspec.Struct, frozen=True, gc=False):
 
 
 @dataclass(slots=True)
-class Turn:
-    """The outcome of a turn, which the worker carries out.
+class Turn(Admitted):
+    """The outcome of a turn, which the worker carries out. Those that got pages may have lost them
+    again (`news`).
 
     Attributes:
-        prompts: Prompts that have pages now.
-        groups: Their sequences, on a mesh that decodes. They may have lost their pages again
-            (`news`).
-        yielded: Number of sequences that gave way to requests of higher priority.
-        copies: Copies of recurrent state, to be issued in this order before the command.
         command: Next command, which must be issued; None if the mesh waits.
         reason: Why the mesh issues this command, or waits.
         held_back: Whether some prompts are not computed because their KV would not be fetched.
@@ -275,11 +271,7 @@ class Turn:
         cut: Owners of cached pages for other workers that sequences needed.
     """
 
-    prompts: list[Prompt]
-    groups: list[SequenceGroup]
-    yielded: int
-    copies: list[StateCopies]
-    held_back: bool
+    held_back: bool = False
     command: StepCommand | None = None
     reason: str = ""
     interrupt: bool = False
@@ -353,18 +345,11 @@ class Scheduler:
         stalled, full = _NONE_STALLED
         if now.offered_tokens:
             stalled, full = stalled_destinations(now.offered_tokens, self._most_offered)
-        yielded = 0
+        turn = Turn(held_back=full or bool(stalled))
         if state.ready and not state.one_priority:
-            yielded = sum(map(admission.give_way, self.batches.yielding_slots()))
-        waits = admission.queue or stalled
-        admitted = admission.admit(now.lease_until, stalled) if waits else Admitted()
-        turn = Turn(
-            admitted.prompts,
-            admitted.groups,
-            yielded + admitted.yielded,
-            admitted.copies,
-            held_back=full or bool(stalled),
-        )
+            turn.yielded = sum(map(admission.give_way, self.batches.yielding_slots()))
+        if admission.queue or stalled:
+            admission.admit(now.lease_until, stalled, turn)
         if now.step is not None and not full:
             self._issue(turn, now, now.step, stalled)
         if state.ended:
@@ -372,11 +357,12 @@ class Scheduler:
         if state.news:
             turn.news = state.take_news()
         if state.cut:
-            turn.cut = state.take_cut()
+            turn.cut, state.cut = state.cut, []
         return turn
 
     def _forget_ended(self) -> None:
-        for key in self._state.take_ended():
+        ended, self._state.ended = self._state.ended, []
+        for key in ended:
             self.prompts.forget(key)
 
     def _issue(self, turn: Turn, now: Facts, step: int, stalled: frozenset[str]) -> None:
