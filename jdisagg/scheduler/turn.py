@@ -30,6 +30,7 @@ from jdisagg.scheduler.decode_batches import DecodeBatches
 from jdisagg.scheduler.decode_state import DecodeState
 from jdisagg.scheduler.prompts import Prompts
 from jdisagg.scheduler.sequences import ChildProgress
+from jdisagg.scheduler.speculation import Speculation
 from jdisagg.telemetry import Counters
 
 # Largest time of a decode step with a prefill chunk, relative to a step alone. The smallest chunk
@@ -305,7 +306,14 @@ class Scheduler:
         limits = state.limits
         self.prompts = prompts = Prompts(state, ids, counters)
         self.admission = Admission(state, prompts, config.growth_tokens, config.ahead_sequences)
-        self.batches = DecodeBatches.of(state, config, spans, clock)
+        self.batches = DecodeBatches(
+            state,
+            config.growth_tokens,
+            config.steps_per_dispatch,
+            config.stream_tokens,
+            spans,
+            Speculation.of(limits, clock),
+        )
         self._state = state
         self._counters = counters
         self._spans = spans
@@ -441,9 +449,11 @@ class Scheduler:
         every, counters = self.batches.forced_tokens, self._counters
         if every and (forced := every - counters["forced_tokens"]):
             counters.add("forced_tokens", forced)
-        for source, drafted, accepted in self.batches.take_drafts():
-            counters.add("drafted_tokens", drafted, source=source)
-            counters.add("accepted_tokens", accepted, source=source)
+        drafts = self.batches.speculation
+        if drafts and (drafted := drafts.drafted - counters["drafted_tokens"]):
+            accepted = drafts.accepted - counters["accepted_tokens"]
+            counters.add("drafted_tokens", drafted, source=drafts.source)
+            counters.add("accepted_tokens", accepted, source=drafts.source)
 
     def loads(self) -> tuple[PriorityLoad, ...]:
         """Returns the load by priority."""
