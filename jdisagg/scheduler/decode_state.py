@@ -10,6 +10,7 @@ free."""
 
 import bisect
 from collections import Counter
+from dataclasses import replace
 
 from jdisagg.request import FinishReason
 from jdisagg.scheduler.executor import MeshLimits
@@ -199,19 +200,8 @@ class DecodeState:
         child.stage = Stage.ENDED
         self.preemptions += preempted
         last = self.untold(child)
-        self.news.append(
-            ChildProgress(
-                last.group_key,
-                last.child,
-                last.first_index,
-                last.token_ids,
-                last.logprobs,
-                finish,
-                preempted,
-                moved,
-                yielded,
-            )
-        )
+        last = replace(last, finish=finish, preempted=preempted, moved=moved, yielded=yielded)
+        self.news.append(last)
         if not child.group.alive:
             self._forget(child.group)
 
@@ -252,13 +242,10 @@ class DecodeState:
         return self.residency.on and child.stage is not Stage.RESERVED and current
 
     def untold(self, child: Sequence) -> ChildProgress:
-        first, tokens, logprobs = (
-            child.told,
-            tuple(child.generated[child.told :]),
-            tuple(child.held_logprobs),
-        )
+        first, logprobs = child.told, tuple(child.held_logprobs)
         child.told = len(child.generated)
         child.held_logprobs.clear()
+        tokens = tuple(child.generated[first:])
         return ChildProgress(child.group.key, child.child, first, tokens, logprobs)
 
     def end_group(
