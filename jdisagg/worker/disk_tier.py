@@ -12,7 +12,6 @@ import contextlib
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 
-from jdisagg.clock import BackgroundTasks
 from jdisagg.errors import JdisaggError, UnavailableError
 from jdisagg.messages.step_commands import (
     SLOW,
@@ -24,14 +23,12 @@ from jdisagg.messages.step_commands import (
     SaveBlock,
     StepResult,
 )
-from jdisagg.messages.worker_status import KeptTier
 from jdisagg.scheduler.disk_blocks import FILE_EXTRA_BYTES, DiskBlocks, restorable
 from jdisagg.scheduler.host_blocks import TierBlock, TierRoom
-from jdisagg.scheduler.prices import Prices
 from jdisagg.scheduler.residency import Chain, Residency
 from jdisagg.telemetry import Counters
-from jdisagg.worker.host_tier import HostTier, tier_of
-from jdisagg.worker.kv_sources import KvSource, Origin, Restore, RestorePlan, RestoreQuery
+from jdisagg.worker.host_tier import HostTier, Tier
+from jdisagg.worker.kv_sources import Origin, Restore, RestorePlan, RestoreQuery
 from jdisagg.worker.step_loop import StepLoop
 
 FILE_SECONDS = 10.0  # deadline for one block; the disk counts as slow beyond it
@@ -47,13 +44,10 @@ def _saved_name(name: bytes) -> bytes:
     return (SNAPSHOT_MARK + name)[: len(name)]
 
 
-class DiskTier(KvSource):
-    """The disk as a source of cached blocks (`KvSource`). `room`: capacity of the disk tier. The
-    tier is off if its number of bytes is 0 or if `host` is off."""
+class DiskTier(Tier[DiskBlocks]):
+    """The disk as a source of cached blocks (`KvSource`). It has no room if `host` is off."""
 
     name: Origin = "disk"
-    most_restores = 4
-    most_seconds = None
 
     def __init__(
         self,
@@ -66,13 +60,14 @@ class DiskTier(KvSource):
     ) -> None:
         of_snapshots = host.bytes_of_snapshots(room.disk_bytes) if host.on else 0
         of_blocks = room.disk_bytes - of_snapshots if host.on else 0
-        nbytes = host.blocks.block_bytes + FILE_EXTRA_BYTES
-        self.blocks = DiskBlocks(of_blocks // nbytes, kept.retained, nbytes)
-        # by the names that `_saved_name` returns
+        block_bytes = host.blocks.block_bytes + FILE_EXTRA_BYTES
         nbytes = host.snapshot_bytes + FILE_EXTRA_BYTES
-        self.snapshots = DiskBlocks(of_snapshots // nbytes, None, nbytes)
+        super().__init__(
+            DiskBlocks(of_blocks // block_bytes, kept.retained, block_bytes),
+            DiskBlocks(of_snapshots // nbytes, None, nbytes),  # by names of `_saved_name`
+            room,
+        )
         self._named: dict[bytes, bytes] = {}  # block names of snapshots to be written
-        self.prices = Prices(room.always)
         self._ttl_seconds = room.disk_ttl_seconds
         self._kept = kept
         self._loop = loop
@@ -81,27 +76,9 @@ class DiskTier(KvSource):
         self._now = now
         self._open = False
         self._epoch = 0  # increases when blocks are cleared
-        self._tasks = BackgroundTasks()
-
-    @property
-    def on(self) -> bool:
-        return self.blocks.capacity > 0
-
-    @property
-    def quiet(self) -> bool:
-        return self._tasks.quiet
-
-    def stats(self) -> tuple[KeptTier, ...]:
-        return (tier_of(self.name, self.blocks, self.snapshots),)
-
-    def listed(self) -> Iterator[tuple[int, bytes, int, bool]]:
-        return self.blocks.listed()
 
     async def start(self) -> None:
         await asyncio.wait({self._tasks.spawn(self._find())}, timeout=START_SECONDS)
-
-    def stop(self) -> None:
-        self._tasks.cancel()
 
     async def _find(self) -> None:
         epoch, kept = self._epoch, self._kept

@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Protocol
+from typing import Generic, Protocol, TypeVar
 
 import msgspec
 
@@ -53,6 +53,8 @@ BLOCKS_AT_ONCE = 4  # number of blocks of one restore that are copied at the sam
 COPY_SECONDS = 10.0  # deadline of one piece in host memory; a slower host is treated as failing
 MOST_SNAPSHOTS_WRITING = 4  # most snapshots that are copied to host memory at the same time
 
+B = TypeVar("B", bound=TierBlocks)
+
 
 class Files(Protocol):
     """Where blocks lie that a restore reads by way of host memory."""
@@ -87,12 +89,43 @@ class Shelf(HostBlocks):
         self.most_writing = count
 
 
-class HostTier(KvSource):
+class Tier(KvSource, Generic[B]):
+    """Host memory or disk: holds blocks of the mesh, and snapshots. It is off if it has no room."""
+
+    most_restores = 4
+    most_seconds = None
+
+    def __init__(self, blocks: B, snapshots: B, room: TierRoom) -> None:
+        self.blocks = blocks
+        self.snapshots = snapshots
+        self.prices = Prices(room.always)
+        self._tasks = BackgroundTasks()
+
+    @property
+    def on(self) -> bool:
+        return self.blocks.capacity > 0
+
+    @property
+    def quiet(self) -> bool:
+        return self._tasks.quiet
+
+    def stats(self) -> tuple[KeptTier, ...]:
+        both = self.blocks, self.snapshots
+        used = sum([len(one) * one.block_bytes for one in both])
+        total = sum([one.capacity * one.block_bytes for one in both])
+        return (KeptTier(self.name, len(self.blocks), used, total),)
+
+    def listed(self) -> Iterator[tuple[int, bytes, int, bool]]:
+        return self.blocks.listed()
+
+    def stop(self) -> None:
+        self._tasks.cancel()
+
+
+class HostTier(Tier[Shelf]):
     """Host memory as a source of cached blocks (`KvSource`)."""
 
     name: Origin = "host"
-    most_restores = 4
-    most_seconds = None
 
     def __init__(
         self,
@@ -109,20 +142,17 @@ class HostTier(KvSource):
         of_snapshots = self.bytes_of_snapshots(room.host_bytes)
         block_bytes = kept.block_tokens * limits.sent.bytes_per_token
         of_blocks = room.host_bytes - of_snapshots
-        self.blocks = Shelf(of_blocks, block_bytes, MOST_WRITING, kept, room)
-        # any rank can restore them
-        room = replace(room, rank_bound=False)
-        self.snapshots = Shelf(
-            of_snapshots, self.snapshot_bytes, MOST_SNAPSHOTS_WRITING, kept, room
+        anywhere = replace(room, rank_bound=False)  # any rank can restore snapshots
+        super().__init__(
+            Shelf(of_blocks, block_bytes, MOST_WRITING, kept, room),
+            Shelf(of_snapshots, self.snapshot_bytes, MOST_SNAPSHOTS_WRITING, kept, anywhere),
+            room,
         )
-        self.on = self.blocks.capacity > 0
-        self.prices = Prices(room.always)
         self._kept = kept
         self._loop = loop
         self._limits = limits
         self._ids = ids
         self._counters = counters
-        self._tasks = BackgroundTasks()
         key = 0
         if self.on:
             # The key is the same in the next run of the worker, which reads the blocks on disk.
@@ -141,16 +171,6 @@ class HostTier(KvSource):
         least = min(self.snapshot_bytes + FILE_EXTRA_BYTES, room_bytes // 2)
         return max(least, int(room_bytes * self.snapshot_part))
 
-    @property
-    def quiet(self) -> bool:
-        return self._tasks.quiet
-
-    def stats(self) -> tuple[KeptTier, ...]:
-        return (tier_of(self.name, self.blocks, self.snapshots),)
-
-    def listed(self) -> Iterator[tuple[int, bytes, int, bool]]:
-        return self.blocks.listed()
-
     def clear(self, cause: str) -> int:
         gone = self.blocks.clear()
         self._drop(gone, cause)
@@ -161,9 +181,6 @@ class HostTier(KvSource):
         """Drops these blocks and snapshots, also those that are being copied."""
         self._drop(self.blocks.drop(names), "session")
         self._release(self.snapshots.drop(names))
-
-    def stop(self) -> None:
-        self._tasks.cancel()
 
     def offers(self, shelf: TierBlocks, rank: int, end: int, tail: int = 0) -> Iterator[Offer]:
         """The pieces of a block, of a tail of `tail` tokens, or of a snapshot, which ends after
@@ -536,12 +553,6 @@ class HostTier(KvSource):
         """Also those that are still being copied to host memory."""
         if ids := tuple([offer_id for block in gone for offer_id in block.offer_ids]):
             self._loop.fire(ReleaseOffers(self._loop.next_number(), ids, from_host=True))
-
-
-def tier_of(name: Origin, blocks: TierBlocks, snapshots: TierBlocks) -> KeptTier:
-    both = blocks, snapshots
-    used = sum([len(one) * one.block_bytes for one in both])
-    return KeptTier(name, len(blocks), used, sum([one.capacity * one.block_bytes for one in both]))
 
 
 async def _sums(copies: "list[asyncio.Future[StepResult]]") -> tuple[int, ...] | None:
