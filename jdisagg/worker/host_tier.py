@@ -85,8 +85,9 @@ class Shelf(HostBlocks):
         self.most_writing = most_writing
         self.copies: dict[bytes, asyncio.Task[None]] = {}
 
-    def write_at_most(self, count: int) -> None:
-        self.most_writing = count
+    def copied(self, name: bytes, task: "asyncio.Task[None]") -> None:
+        if self.copies.get(name) is task:
+            del self.copies[name]
 
 
 class Tier(KvSource, Generic[B]):
@@ -162,7 +163,7 @@ class HostTier(Tier[Shelf]):
 
     def take_role(self, role: WorkerRole) -> None:
         self.least_chunk = self._limits.computed_by(role.computes).chunk_buckets[0]
-        self.blocks.write_at_most(MOST_WRITING_OF_DECODE if role.decodes else MOST_WRITING)
+        self.blocks.most_writing = MOST_WRITING_OF_DECODE if role.decodes else MOST_WRITING
 
     def bytes_of_snapshots(self, room_bytes: int) -> int:
         """One snapshot always fits, unless it takes more than half of the tier."""
@@ -219,7 +220,7 @@ class HostTier(Tier[Shelf]):
             return
         for rank, gone in snapshots:
             self._snapshot_evicted(rank, gone)
-        chosen: list[tuple[Evicted, int]] = []
+        chosen: list[Evicted] = []
         places, writing = {True: MOST_WRITING, False: self.blocks.most_writing}, self.blocks.writing
         room = self.blocks.room if evicted else 0
         for one in sorted(evicted, key=lambda one: (not one.awaited, one.index)):
@@ -230,11 +231,11 @@ class HostTier(Tier[Shelf]):
             if not one.awaited and not self.blocks.asked.worth_copying:
                 self._counters.add("host_blocks_declined")
             elif writing + len(chosen) < places[one.awaited] and len(chosen) < room:
-                chosen.append((one, places[one.awaited]))
+                chosen.append(one)
             else:
                 self._counters.add("host_blocks_skipped")
-        for one, most_writing in reversed(chosen):
-            self._copy_block(one.rank, one.name, one.index, one.pages, most_writing, one.tail)
+        for one in reversed(chosen):
+            self._copy_block(one, places[one.awaited])
 
     def _snapshot_evicted(self, rank: int, gone: EvictedSnapshot) -> None:
         self.snapshots.asked.evicted(gone.name)
@@ -243,20 +244,11 @@ class HostTier(Tier[Shelf]):
         elif gone.name not in self.snapshots:
             self._counters.add("host_snapshots_declined")
 
-    def _copy_block(
-        self,
-        rank: int,
-        name: bytes,
-        index: int,
-        pages: tuple[int, ...],
-        most_writing: int,
-        tail: int = 0,
-    ) -> None:
-        size = self._kept.block_tokens
+    def _copy_block(self, one: Evicted, most_writing: int) -> None:
+        start, size = one.index * self._kept.block_tokens, one.tail or self._kept.block_tokens
         # page 0 is a placeholder for the pages of the sequence's earlier blocks, which are not read
-        before = (0,) * (index * size // self._limits.page_size)
-        end = index * size + (tail or size)
-        self._copy(self.blocks, rank, name, end, (*before, *pages), most_writing, tail)
+        pages = (0,) * (start // self._limits.page_size) + one.pages
+        self._copy(self.blocks, one.rank, one.name, start + size, pages, most_writing, one.tail)
 
     def _copy(
         self,
@@ -279,11 +271,7 @@ class HostTier(Tier[Shelf]):
         if block is not None:
             copies = [self._copy_piece(piece.offer, pages) for piece in block.pieces]
             task = shelf.copies[name] = self._tasks.spawn(self._write(shelf, block, copies))
-            task.add_done_callback(lambda _: self._copied_out(shelf, name, task))
-
-    def _copied_out(self, shelf: Shelf, name: bytes, task: "asyncio.Task[None]") -> None:
-        if shelf.copies.get(name) is task:
-            del shelf.copies[name]
+            task.add_done_callback(lambda _: shelf.copied(name, task))
 
     def _copy_piece(self, offer: Offer, pages: tuple[int, ...]) -> "asyncio.Future[StepResult]":
         number, size = self._loop.next_number(), self._limits.page_size
@@ -298,7 +286,8 @@ class HostTier(Tier[Shelf]):
         shelf = self.snapshots if snapshot else self.blocks
         if not snapshot:
             if pages := self._kept.pages(rank, name):
-                self._copy_block(rank, name, index, pages, shelf.most_writing)
+                block = Evicted(rank, name, index, pages, awaited=False, tail=0)
+                self._copy_block(block, shelf.most_writing)
         elif name in (of_rank := self._kept.snapshots[rank]):
             self._copy(shelf, rank, name, of_rank.tokens(name), of_rank.place(name))
         if (task := shelf.copies.get(name)) is not None:
