@@ -1,8 +1,5 @@
-"""What a worker has besides its prompts and sequences: the loop of its mesh, cached KV, peers,
-leases, drain, status.
-
-State changes only on the event loop and between awaits, so every method sees a consistent state. A
-background task periodically ends expired leases and detects a mesh that hangs."""
+"""What a worker consists of, and what it does besides prompts and sequences: the loop of its mesh,
+cached KV, peers, leases, drain, status."""
 
 import asyncio
 import time
@@ -49,8 +46,10 @@ from jdisagg.worker.incoming_kv import IncomingKv, KvEvents
 from jdisagg.worker.kv_sources import KvSource, KvSources
 from jdisagg.worker.outgoing_kv import OutgoingHandoff, OutgoingKv
 from jdisagg.worker.peers import PeerResolver, Peers, SideCalls, hello_of
+from jdisagg.worker.senders import MigrationSender, PromptSender
 from jdisagg.worker.session_kv import SessionKv
 from jdisagg.worker.step_loop import DEPTH, StepLoop
+from jdisagg.worker.tasks import PromptTasks
 from jdisagg.worker.weights_updates import ServedWeights, WeightsUpdates
 
 
@@ -115,73 +114,68 @@ class MeshWorker(KvEvents, ABC):
         self.name = context.name
         self.address = context.address
         self.boot_id = context.ids()
-        self.counters = Counters()
+        self.counters = counters = Counters()
         self._context, self._config, self._limits = context, config, limits
-        self._clock = context.clock
+        self._clock, now, ids = context.clock, context.clock.now, context.ids
         self._layout = str(config.layout)
         self._mesh = mesh = executor.limits
+        timeouts = limits.timeouts.handoff
         # of prefills alone, one chunk per stage, and one in the queue
         depth = DEPTH if role.decodes else mesh.stages + 1
-        self._loop = StepLoop(
+        self._loop = loop = StepLoop(
             executor,
             self._turn,
             self._apply,
             self._break_down,
-            self._clock.now,
+            now,
             depth,
             before=self._copy_evicted,
         )
-        self._calls = SideCalls(self.counters, limits.timeouts.handoff)
-        self._hello = hello_of(
+        self._calls = SideCalls(counters, timeouts)
+        self._hello = hello = hello_of(
             context.name,
             context.model_fingerprint,
             mesh,
             executor.card,
             self.boot_id,
-            checksum_key=context.ids() if limits.verify else 0,
+            checksum_key=ids() if limits.verify else 0,
             weights=context.weights.identity,
             tuning=context.tuning,
             tuned_apart=limits.tuned_apart,
         )
-        self._outgoing = OutgoingKv(
-            self._hello, self._loop, mesh, self._clock, limits, self.counters, ended=self._sent
+        self._outgoing = outgoing = OutgoingKv(
+            hello, loop, mesh, self._clock, limits, counters, ended=self._sent
         )
         self._adapters = AdapterLoads(
-            context.name, mesh.adapters, self._loop, self.counters, self._requests_running
+            context.name, mesh.adapters, loop, counters, self._requests_running
         )
-        self.weights = WeightsUpdates(
-            self, context.weights, self._loop, self.counters, self._clock.now
-        )
+        self.weights = WeightsUpdates(self, context.weights, loop, counters, now)
         self._attempts = Attempts()
         self._grammars: GrammarCompiler | None = None
         self._sweeping: asyncio.Task[None] | None = None
         self._draining = self._changing = False
         self._quiet = asyncio.Event()
-        self._state = DecodeState(mesh, context.names, self._adapters.table)
-        self._kept = self._state.residency
+        self._state = state = DecodeState(mesh, context.names, self._adapters.table)
+        self._kept = state.residency
         interruptible = isinstance(executor, InterruptibleExecutor)
         self._interruptible = executor if interruptible else None
-        spans = self._interruptible is not None
-        ids = context.ids
         self._scheduler = Scheduler(
-            self._state, config, role, spans, ids, time.thread_time, self.counters
+            state, config, role, interruptible, ids, time.thread_time, counters
         )
         self._prompts, self._admission = self._scheduler.prompts, self._scheduler.admission
-        timeouts, now = limits.timeouts.handoff, self._clock.now
-        self._peers = Peers(
-            peers, self._hello, self._loop, config.codec, now, timeouts, self._calls
-        )
-        self._sources = self._find_sources(fetches)
-        tiers = self._host, self._disk
+        self._peers = Peers(peers, hello, loop, config.codec, now, timeouts, self._calls)
+        self._sources = sources = self._find_sources(fetches)
         self._sessions = SessionKv(
-            self.name, self._kept, self._sources, *tiers, role, self._clock.now
+            self.name, self._kept, sources, self._host, self._disk, role, now
         )
-        self._given = GivenKv(
-            self._sources, self._outgoing, self._loop, mesh, ids, self.counters, role
-        )
+        self._given = GivenKv(sources, outgoing, loop, mesh, ids, counters, role)
         # a reset of all workers may take this long
         closed_seconds = limits.timeouts.request.status_seconds
-        self._cache = CachedKv(self._sources, self._given, mesh, self.counters, closed_seconds)
+        self._cache = CachedKv(sources, self._given, mesh, counters, closed_seconds)
+        self._tasks = PromptTasks()
+        self._migration = MigrationSender(state, outgoing, loop, ids, timeouts, counters)
+        key = hello.checksum_key
+        self._sender = PromptSender(state, self._admission, outgoing, loop, ids, key)
 
     def _find_sources(self, fetches: bool) -> KvSources:
         kept, loop, mesh, now = self._kept, self._loop, self._mesh, self._clock.now
@@ -328,13 +322,17 @@ class MeshWorker(KvEvents, ABC):
     def _sent(self, handoff: OutgoingHandoff, error: JdisaggError | None) -> None:
         """Called when a hand-off has ended. `error` is None if it succeeded."""
 
-    @abstractmethod
     def _requests_running(self) -> list[Request]:
         """Returns the requests that have sequences with pages or wait for them."""
+        return [
+            task.prompt.request
+            for key, task in self._tasks.items()
+            if task.stream is None or key in self._state.groups
+        ]
 
-    @abstractmethod
     def _busy(self) -> bool:
         """Returns whether any work is left that a drain must wait for."""
+        return bool(self._tasks or len(self._outgoing))
 
     @abstractmethod
     def _hand_on(self) -> None:

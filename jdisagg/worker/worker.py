@@ -23,7 +23,6 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
 
 from jdisagg.clock import within
-from jdisagg.config import InstanceConfig, LimitsConfig
 from jdisagg.errors import (
     BrokenModelError,
     DeadlineExceededError,
@@ -55,19 +54,15 @@ from jdisagg.messages.step_commands import (
     StepCommand,
     StepResult,
 )
-from jdisagg.messages.worker_status import WorkerRole
-from jdisagg.request import FinishReason, Request
-from jdisagg.scheduler.executor import Executor
+from jdisagg.request import FinishReason
 from jdisagg.scheduler.handoff import HandoffEvent, HandoffState
 from jdisagg.scheduler.prompts import check_queue
 from jdisagg.scheduler.sequences import ChildProgress, SequenceGroup, Stage
 from jdisagg.scheduler.turn import Facts, Turn
 from jdisagg.worker.incoming_handoff import Received
-from jdisagg.worker.mesh_worker import MeshWorker, WorkerContext
+from jdisagg.worker.mesh_worker import MeshWorker
 from jdisagg.worker.outgoing_kv import OutgoingHandoff
-from jdisagg.worker.peers import PeerResolver
-from jdisagg.worker.senders import MigrationSender, PromptSender
-from jdisagg.worker.tasks import PromptTask, PromptTasks, SpanStream, overdue, unchosen
+from jdisagg.worker.tasks import PromptTask, SpanStream, overdue, unchosen
 
 MOST_MOVES = 3
 
@@ -75,28 +70,9 @@ MOST_MOVES = 3
 class Worker(MeshWorker):
     """One mesh behind its ports: `PrefillPort`, `DecodePort` and `PeerPort`."""
 
-    def __init__(
-        self,
-        context: WorkerContext,
-        role: WorkerRole,
-        executor: Executor,
-        config: InstanceConfig,
-        limits: LimitsConfig,
-        peers: PeerResolver,
-        fetches: bool = False,
-    ) -> None:
-        super().__init__(context, role, executor, config, limits, peers, fetches)
-        self._tasks = PromptTasks()
-        state, loop, ids = self._state, self._loop, context.ids
-        timeouts, key = limits.timeouts.handoff, self._hello.checksum_key
-        self._migration = MigrationSender(state, self._outgoing, loop, ids, timeouts, self.counters)
-        self._sender = PromptSender(state, self._admission, self._outgoing, loop, ids, key)
-
     # ---- the loop
 
     def _turn(self, step: int | None) -> StepCommand | None:
-        """Takes a turn of the scheduler and carries it out. Returns its command, which has the
-        number `step`."""
         prompts = self._prompts
         for prompt in prompts.take_released() if prompts.released else ():
             self._seek(self._tasks[prompt.key])
@@ -158,7 +134,6 @@ class Worker(MeshWorker):
         return self._sender.announce(chunk, self._tasks, self._clock.now())
 
     def _apply(self, command: StepCommand, result: StepResult) -> None:
-        """Processes the result of a planned command."""
         if isinstance(command, PrefillChunk):
             assert isinstance(result, PrefillResult)
             self._apply_chunk(command, result)
@@ -532,7 +507,6 @@ class Worker(MeshWorker):
         self._quiet.set()
 
     def _sent(self, handoff: OutgoingHandoff, error: JdisaggError | None) -> None:
-        """Called when a hand-off has ended. `error` is None if it succeeded."""
         key = handoff.sequence
         task = self._tasks.get(key)
         if task is not None and task.handoff is handoff:
@@ -554,16 +528,6 @@ class Worker(MeshWorker):
             self._loop.wake()  # their destination may have been stalled
 
     # ---- all of them
-
-    def _requests_running(self) -> list[Request]:
-        return [
-            task.prompt.request
-            for key, task in self._tasks.items()
-            if task.stream is None or key in self._state.groups
-        ]
-
-    def _busy(self) -> bool:
-        return bool(self._tasks or len(self._outgoing))
 
     def _hand_on(self) -> None:
         """Offers running sequences to other workers. A prompt is not worth moving."""
