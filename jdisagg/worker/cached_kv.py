@@ -103,7 +103,8 @@ class CachedKv:
     def tiers(self) -> tuple[KeptTier, ...]:
         if not self._kept.on:
             return ()
-        return (*kept_tiers(self._kept, self._mesh), *self._sources.stats())
+        elsewhere = [tier for source in self._sources for tier in source.stats()]
+        return (*kept_tiers(self._kept, self._mesh), *elsewhere)
 
     def blocks(self, worker: str) -> Iterator[KeptBlock]:
         tiers = {source.name: source.listed() for source in self._sources}
@@ -112,8 +113,8 @@ class CachedKv:
     def used(self, prompt: Prompt, rank: int, cached_tokens: int, restored: RestoredBlocks) -> None:
         """Counts the cached tokens of a prompt that has pages, by tier."""
         kept, counters = self._kept, self._counters
-        if cached_tokens:
-            self._sources.used(rank, prompt.chain[: cached_tokens // kept.block_tokens])
+        for source in self._sources if cached_tokens else ():
+            source.used(rank, prompt.chain[: cached_tokens // kept.block_tokens])
         if kept.on:
             counters.add("prefix_asked_tokens", prompt.tokens)
             for tier, count in restored.split(rank, cached_tokens).by_tier().items():

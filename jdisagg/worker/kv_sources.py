@@ -499,14 +499,6 @@ class KvSources:
 
     # ---- all of them at once
 
-    async def start(self) -> None:
-        for source in self._sources:
-            await source.start()
-
-    def used(self, rank: int, chain: Chain) -> None:
-        for source in self._sources:
-            source.used(rank, chain)
-
     def clear(self, cause: str) -> int:
         return sum([source.clear(cause) for source in self._sources])
 
@@ -522,13 +514,6 @@ class KvSources:
                 await self.erase()
 
         self._tasks.spawn(erase())
-
-    def expire(self, now: float) -> None:
-        for source in self._sources:
-            source.expire(now)
-
-    def stats(self) -> tuple[KeptTier, ...]:
-        return tuple([tier for source in self._sources for tier in source.stats()])
 
     def stop(self) -> None:
         self._tasks.cancel()

@@ -207,7 +207,8 @@ class MeshWorker(KvEvents, ABC):
     async def start(self) -> None:
         self._kept.rename(self.weights.served.identity)
         self._loop.start()
-        await self._sources.start()
+        for source in self._sources:
+            await source.start()
         self._sweeping = asyncio.get_running_loop().create_task(self._keep_sweeping())
 
     async def stop(self) -> None:
@@ -299,7 +300,8 @@ class MeshWorker(KvEvents, ABC):
 
     def _sweep(self, now: float) -> None:
         self._outgoing.sweep(now)
-        self._sources.expire(now)
+        for source in self._sources:
+            source.expire(now)
         self._sessions.sweep(now)
         self.weights.expire()
         self._loop.break_if_stalled(self._limits.step_seconds)
