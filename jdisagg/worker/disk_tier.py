@@ -176,8 +176,7 @@ class DiskTier(Tier[DiskBlocks]):
                 return 0
             return host.snapshot_tokens if self._readable(name) else None
 
-        tail, least = host.tail_behind, host.least_chunk
-        return self.plan(self._kept, query, runs, snapshot, tail=tail, least_chunk=least)
+        return self.plan(self._kept, query, runs, snapshot, tail=host.tail_behind)
 
     def _readable(self, name: bytes) -> bool:
         return self.snapshots.arrived(_saved_name(name)) is not None

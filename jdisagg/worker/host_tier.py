@@ -162,7 +162,7 @@ class HostTier(Tier[Shelf]):
         self.take_role(role)
 
     def take_role(self, role: WorkerRole) -> None:
-        self.least_chunk = self._limits.computed_by(role.computes).chunk_buckets[0]
+        self._least_chunk = self._limits.computed_by(role.computes).chunk_buckets[0]
         self.blocks.most_writing = MOST_WRITING_OF_DECODE if role.decodes else MOST_WRITING
 
     def bytes_of_snapshots(self, room_bytes: int) -> int:
@@ -360,15 +360,16 @@ class HostTier(Tier[Shelf]):
         def snapshot(end: int) -> int | None:
             return tokens if self.has_snapshot(chain[end - 1]) else None
 
-        tail, least = self.tail_behind, self.least_chunk
-        return self.plan(self._kept, query, runs, snapshot, tail=tail, least_chunk=least)
+        return self.plan(self._kept, query, runs, snapshot, tail=self.tail_behind)
 
-    def tail_behind(self, query: RestoreQuery, end: int, rank: int) -> Tail | None:
-        """Returns the tail that a query asks for, if it is here and comes after `end` blocks."""
+    def tail_behind(self, query: RestoreQuery, end: int, rank: int) -> tuple[Tail, int] | None:
+        """Returns the tail that a query asks for, if it is here and comes after `end` blocks, and
+        the number of tokens that it saves."""
         tail = query.tail
-        if tail is None or end < len(query.chain):
+        if tail is None or end < len(query.chain) or not self.blocks.match((tail.name,), 0, rank):
             return None
-        return tail if self.blocks.match((tail.name,), 0, rank) else None
+        # with the tail nothing is left to compute, not even a small chunk
+        return tail, max(tail.tokens, self._least_chunk)
 
     def _snapshot_asked(self, chain: Chain) -> None:
         for name in reversed(chain):

@@ -185,8 +185,7 @@ class KvSource(Protocol):
         runs: Mapping[int, Sequence[int]],
         snapshot: Callable[[int], int | None],
         ahead_tokens: int = 0,
-        tail: Callable[[RestoreQuery, int, int], Tail | None] = lambda query, end, rank: None,
-        least_chunk: int = 0,
+        tail: Callable[[RestoreQuery, int, int], tuple[Tail, int] | None] = lambda *_: None,
     ) -> RestorePlan | None:
         """Plans a restore to the rank that has most blocks then. If hits need snapshots, it has a
         snapshot at its end. Returns None if computing is faster.
@@ -196,8 +195,8 @@ class KvSource(Protocol):
                 1 if the source must move it, and 0 if it moves without cost.
             snapshot: Function that returns the number of tokens that the snapshot after a number of
                 blocks moves, or None if the source has none.
-            tail: Function that returns the tail after a number of blocks, for a rank.
-            least_chunk: Smallest number of tokens that a chunk computes.
+            tail: Function that returns the tail after a number of blocks, for a rank, and the
+                number of tokens that it saves.
         """
         chain, size = query.chain, kept.block_tokens
         reach = {rank: query.known[rank] + len(run) for rank, run in runs.items()}
@@ -216,11 +215,9 @@ class KvSource(Protocol):
             if tokens and chain[end - 1] not in kept.snapshots[rank]:
                 moved_snapshot = snapshot(end)
         moved += moved_snapshot or 0
-        behind = tail(query, end, rank)
+        behind, saved = tail(query, end, rank) or (None, 0)
         if behind is not None:
-            moved += behind.tokens
-            # with the tail nothing is left to compute, not even a small chunk
-            tokens += max(behind.tokens, least_chunk)
+            moved, tokens = moved + behind.tokens, tokens + saved
         if not tokens or not self.prices.worth(moved, tokens + ahead_tokens, query.instead):
             return None
         return RestorePlan(
