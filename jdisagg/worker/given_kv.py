@@ -106,7 +106,7 @@ class GivenKv:
         until = self._outgoing.now() + call.deadline_seconds
         handoff = OutgoingHandoff(call.handoff_id, 0, owner, until, call.asker)
         self._given[owner] = handoff
-        self._outgoing.open(handoff, awaits=True)
+        self._outgoing.open(handoff, lambda error: self._ended(owner), awaits=True)
         # the snapshot may be dropped while blocks wait to be fetched, so it is extracted at once
         states = self._extract_snapshot(handoff, rank, call.names[:count]) if with_state else []
         self._tasks.spawn(self._offer(handoff, rank, pages, call.first, count, states))
@@ -116,13 +116,10 @@ class GivenKv:
         """Lets transfers offer further blocks. Called when a receiver has fetched a block."""
         self._moved.set()
 
-    def ended(self, owner: int) -> bool:
-        """Returns whether `owner` held the pages of a transfer, which has ended."""
-        if self._given.pop(owner, None) is None:
-            return False
+    def _ended(self, owner: int) -> None:
+        del self._given[owner]
         self._kept.release(owner)
         self._moved.set()
-        return True
 
     def cut(self, owner: int) -> None:
         """Ends a transfer that has lost its pages to a sequence."""

@@ -12,7 +12,7 @@ import msgspec
 from jdisagg.clock import Clock
 from jdisagg.config import InstanceConfig, LimitsConfig
 from jdisagg.costs.measured import StepTimes
-from jdisagg.errors import HandoffError, InvalidRequestError, JdisaggError, UnavailableError
+from jdisagg.errors import HandoffError, InvalidRequestError, UnavailableError
 from jdisagg.grammar.compiler import GrammarCompiler
 from jdisagg.messages.kept_blocks import KeptMark, KeptNews, KeptScheme
 from jdisagg.messages.ports import (
@@ -44,7 +44,7 @@ from jdisagg.worker.given_kv import GivenKv
 from jdisagg.worker.host_tier import HostTier
 from jdisagg.worker.incoming_kv import IncomingKv, KvEvents
 from jdisagg.worker.kv_sources import KvSource, KvSources
-from jdisagg.worker.outgoing_kv import OutgoingHandoff, OutgoingKv
+from jdisagg.worker.outgoing_kv import OutgoingKv
 from jdisagg.worker.peers import PeerResolver, Peers, SideCalls, hello_of
 from jdisagg.worker.senders import MigrationSender, PromptSender
 from jdisagg.worker.session_kv import SessionKv
@@ -144,7 +144,7 @@ class MeshWorker(KvEvents, ABC):
             tuned_apart=limits.tuned_apart,
         )
         self._outgoing = outgoing = OutgoingKv(
-            hello, loop, mesh, self._clock, limits, counters, ended=self._sent
+            hello, loop, mesh, self._clock, limits, counters, self._freed
         )
         self._adapters = AdapterLoads(
             context.name, mesh.adapters, loop, counters, self._requests_running
@@ -306,8 +306,7 @@ class MeshWorker(KvEvents, ABC):
         self.weights.expire()
         self._loop.break_if_stalled(self._limits.step_seconds)
         self._attempts.forget_before(now - 2 * self._limits.handoff_lease_seconds)
-        self._loop.wake()
-        self._quiet.set()
+        self._freed()
 
     # ---- prompts and sequences
 
@@ -320,9 +319,10 @@ class MeshWorker(KvEvents, ABC):
     def _apply(self, command: StepCommand, result: StepResult) -> None:
         """Processes the result of a planned command."""
 
-    @abstractmethod
-    def _sent(self, handoff: OutgoingHandoff, error: JdisaggError | None) -> None:
-        """Called when a hand-off has ended. `error` is None if it succeeded."""
+    def _freed(self) -> None:
+        """Lets others have what became free, and a drain see it."""
+        self._loop.wake()
+        self._quiet.set()
 
     def _requests_running(self) -> list[Request]:
         """Returns the requests that have sequences with pages or wait for them."""

@@ -61,7 +61,6 @@ from jdisagg.scheduler.sequences import ChildProgress, SequenceGroup, Stage
 from jdisagg.scheduler.turn import Facts, Turn
 from jdisagg.worker.incoming_handoff import Received
 from jdisagg.worker.mesh_worker import MeshWorker
-from jdisagg.worker.outgoing_kv import OutgoingHandoff
 from jdisagg.worker.tasks import PromptTask, SpanStream, overdue, unchosen
 
 MOST_MOVES = 3
@@ -239,7 +238,7 @@ class Worker(MeshWorker):
             named = isinstance(call, PrefillCall) or not call.whole
             self._prompts.begin(task.prompt, named=named, shared=self._computes)
         if task.handoff is not None:
-            self._outgoing.open(task.handoff)
+            self._outgoing.open(task.handoff, lambda error: self._sent(task, error))
         self._seek(task)
         self._loop.wake()
         return task
@@ -503,23 +502,15 @@ class Worker(MeshWorker):
         elif group is not None:
             task.stream.fail(error)
             self._end(group)
-        self._loop.wake()
-        self._quiet.set()
+        self._freed()
 
-    def _sent(self, handoff: OutgoingHandoff, error: JdisaggError | None) -> None:
-        key = handoff.sequence
-        task = self._tasks.get(key)
-        if task is not None and task.handoff is handoff:
-            if task.restoring is not None:
-                task.restoring.cancel()
-            self._admission.release(task.prompt)
-            self._drop(key)
-            if error is not None:
-                task.fail(error)
-        elif not self._given.ended(key):
-            self._migration.ended(key, error)
-        self._loop.wake()  # others may get what became free
-        self._quiet.set()
+    def _sent(self, task: PromptTask, error: JdisaggError | None) -> None:
+        if task.restoring is not None:
+            task.restoring.cancel()
+        self._admission.release(task.prompt)
+        self._drop(task.prompt.key)
+        if error is not None:
+            task.fail(error)
 
     async def acknowledge(self, handoff_id: int, offer_ids: tuple[int, ...]) -> None:
         await super().acknowledge(handoff_id, offer_ids)
