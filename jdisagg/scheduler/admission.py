@@ -493,7 +493,6 @@ class Admission:
             rank,
             waiting.arrival,
             handoff,
-            context,
             until=lease_until,
         )
         known = waiting.tokens
@@ -512,16 +511,8 @@ class Admission:
         states.take(rank, group.key)
         for number, child in enumerate(waiting.children):
             limit = group.prompt_tokens + waiting.request.most_tokens(context) - 1
-            accepted = len(child.accepted)
-            sequence = Sequence(
-                self._state.new_key(),
-                child.index,
-                group,
-                list(child.accepted),
-                accepted,
-                limit,
-                told=accepted,
-            )
+            key, accepted = self._state.new_key(), list(child.accepted)
+            sequence = Sequence(key, child.index, group, accepted, limit)
             ledger.share(group.key, sequence.key, prompt_pages)
             if number:
                 states.take(rank, sequence.key)

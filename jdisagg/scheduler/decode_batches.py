@@ -110,11 +110,8 @@ class DecodeBatches:
             return False
         self._state.advance(group, HandoffEvent.ALL_INSERTED, deadline)
         self._state.advance(group, HandoffEvent.ADMIT, deadline)
-        child.generated, child.accepted, child.told = (
-            list(generated),
-            len(generated),
-            len(generated),
-        )
+        child.generated = list(generated)
+        child.accepted = child.told = len(generated)
         self._state.become_ready(child)
         self._state.release_root(group)
         return True
@@ -309,7 +306,8 @@ class DecodeBatches:
         self, child: Sequence, tokens: tuple[int, ...], logprobs: tuple[TokenLogprobs, ...]
     ) -> None:
         first, request = len(child.generated), child.group.request
-        kept, finish = request.end_among(first, tokens, child.group.context_tokens)
+        context = self._state.limits.context_tokens
+        kept, finish = request.end_among(first, tokens, context)
         child.generated += tokens[:kept]
         if logprobs:
             child.held_logprobs += logprobs[:kept]
@@ -318,9 +316,8 @@ class DecodeBatches:
         if first == child.accepted or first + kept - child.told >= self._stream_tokens:
             self._state.news.append(self._state.untold(child))
         if not request.stop_ids and request.sampling.logprobs is None:
-            child.uneventful = min(
-                request.most_tokens(child.group.context_tokens), child.told + self._stream_tokens
-            )
+            told_at = child.told + self._stream_tokens
+            child.uneventful = min(request.most_tokens(context), told_at)
 
     def _grow_running(self, steps: int) -> list[SlotGrow]:
         grows: list[SlotGrow] = []

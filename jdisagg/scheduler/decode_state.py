@@ -107,7 +107,7 @@ class DecodeState:
         self.ready.remove(child)
         self.slots[child.rank][slot] = child
         child.slot, child.stage = slot, Stage.RUNNING
-        bisect.insort(self.running[child.rank], child, key=_slot)
+        bisect.insort(self.running[child.rank], child, key=lambda one: one.slot)
         self._count_masked(child, 1)
 
     def _count_masked(self, child: Sequence, change: int) -> None:
@@ -287,7 +287,7 @@ class DecodeState:
                     if group.rank == needy.rank
                     for child in group.alive
                 ),
-                key=_precedence,
+                key=lambda child: child.precedence,
             )
             if victim.stage is Stage.RESERVED:
                 self.end_group(victim.group, preempted=True)
@@ -310,11 +310,3 @@ class DecodeState:
         decoding = group.handoff.state is HandoffState.DECODING
         event = HandoffEvent.FREE if decoding else HandoffEvent.ABORT
         self.advance(group, event, group.handoff.deadline)
-
-
-def _precedence(child: Sequence) -> tuple[int, float, int, int]:
-    return child.precedence
-
-
-def _slot(child: Sequence) -> int:
-    return child.slot

@@ -442,7 +442,7 @@ class MeshWorker(KvEvents, ABC):
             queued_tokens=self._prompts.backlog.tokens,
             queued_pairs=self._prompts.backlog.pairs,
             free_states=state.states.free_by_rank(),
-            total_states=state.states.total_by_rank(),
+            total_states=state.states.by_rank,
             kept=self._cache.tiers(),
             kv_channels=context.kv_channels(),
             times=context.times(),
