@@ -61,22 +61,6 @@ def kept_blocks(worker: str, kept: Residency, tiers: Mapping[str, Listed]) -> It
             yield KeptBlock(worker, tier, rank, shown, index, kept.block_tokens, in_use)
 
 
-def kept_tiers(kept: Residency, mesh: MeshLimits) -> tuple[KeptTier, ...]:
-    """Returns the used and total bytes of the cached blocks in pages, and of snapshots."""
-    if not kept.on:
-        return ()
-    of_token = mesh.sent.bytes_per_token
-    room = mesh.ranks * mesh.pages_per_rank * mesh.page_size * of_token
-    blocks = kept.blocks
-    pages = KeptTier("pages", blocks, blocks * kept.block_tokens * of_token, room)
-    if not kept.snapshots:
-        return (pages,)
-    sizes = [(len(one), one.filled, one.total) for one in kept.snapshots]
-    count, filled, total = map(sum, zip(*sizes, strict=True))
-    size = mesh.snapshot_slot_bytes
-    return pages, KeptTier("snapshots", count, filled * size, total * size)
-
-
 class CachedKv:
     """Counts the reuse of cached blocks, and drops blocks in all tiers together.
 
@@ -101,10 +85,20 @@ class CachedKv:
         self._forgotten = 0  # blocks that were cleared rather than evicted for lack of room
 
     def tiers(self) -> tuple[KeptTier, ...]:
-        if not self._kept.on:
+        """Returns the used and total bytes of the cached blocks in each tier, and of snapshots."""
+        kept, mesh = self._kept, self._mesh
+        if not kept.on:
             return ()
-        elsewhere = [tier for source in self._sources for tier in source.stats()]
-        return (*kept_tiers(self._kept, self._mesh), *elsewhere)
+        of_token = mesh.sent.bytes_per_token
+        room = mesh.ranks * mesh.pages_per_rank * mesh.page_size * of_token
+        blocks = kept.blocks
+        tiers = [KeptTier("pages", blocks, blocks * kept.block_tokens * of_token, room)]
+        if kept.snapshots:
+            sizes = [(len(one), one.filled, one.total) for one in kept.snapshots]
+            count, filled, total = map(sum, zip(*sizes, strict=True))
+            size = mesh.snapshot_slot_bytes
+            tiers.append(KeptTier("snapshots", count, filled * size, total * size))
+        return (*tiers, *(tier for source in self._sources for tier in source.stats()))
 
     def blocks(self, worker: str) -> Iterator[KeptBlock]:
         tiers = {source.name: source.listed() for source in self._sources}
@@ -133,9 +127,12 @@ class CachedKv:
             counters.add("snapshots_used", used - counters["snapshots_used"])
             counters.add("snapshots_evicted", evicted - counters["snapshots_evicted"])
 
-    def forget(self, rank: int | None, cause: str) -> int:
-        """Drops the blocks in the pages of a rank, or of all, and in all other tiers. Returns their
-        number."""
+    def forget(self, rank: int | None, cause: str) -> None:
+        """Drops the blocks in the pages of a rank, or of all, and in all other tiers."""
+        self._drop(rank, cause)
+        self._sources.erase_later()
+
+    def _drop(self, rank: int | None, cause: str) -> int:
         self._given.close_for(self._closed_seconds)
         elsewhere = self._sources.clear(cause)
         blocks = self._kept.clear(rank)
@@ -144,12 +141,7 @@ class CachedKv:
             self._counters.add("prefix_blocks_evicted", blocks, cause=cause)
         return blocks + elsewhere
 
-    def forget_broken(self, rank: int) -> None:
-        """Drops the blocks that may be the cause of a result that is no number."""
-        self.forget(rank, "broken")
-        self._sources.erase_later()
-
     async def reset(self) -> int:
-        blocks = self.forget(None, "reset")
+        blocks = self._drop(None, "reset")
         await self._sources.erase()
         return blocks

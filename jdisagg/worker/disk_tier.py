@@ -282,11 +282,7 @@ class DiskTier(Tier[DiskBlocks]):
     def _remove_files(self, names: tuple[bytes, ...]) -> None:
         # issued now, before any later write of the same names
         removing = self._issue(RemoveSaved(self._loop.next_number(), names, RESET_SECONDS))
-
-        async def remove() -> None:
-            await self._end(removing)
-
-        self._tasks.spawn(remove())
+        self._tasks.spawn(self._end(removing))
 
     # ---- commands
 

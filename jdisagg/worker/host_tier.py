@@ -174,14 +174,14 @@ class HostTier(Tier[Shelf]):
 
     def clear(self, cause: str) -> int:
         gone = self.blocks.clear()
-        self._drop(gone, cause)
-        self._release(self.snapshots.clear())
+        self._drop(self.blocks, gone, cause)
+        self._drop(self.snapshots, self.snapshots.clear(), cause)
         return len(gone)
 
     def drop(self, names: Collection[bytes]) -> None:
         """Drops these blocks and snapshots, also those that are being copied."""
-        self._drop(self.blocks.drop(names), "session")
-        self._release(self.snapshots.drop(names))
+        for shelf in (self.blocks, self.snapshots):
+            self._drop(shelf, shelf.drop(names), "session")
 
     def offers(self, shelf: TierBlocks, rank: int, end: int, tail: int = 0) -> Iterator[Offer]:
         """The pieces of a block, of a tail of `tail` tokens, or of a snapshot, which ends after
@@ -300,7 +300,7 @@ class HostTier(Tier[Shelf]):
         pieces = tuple(map(HostPiece, self.offers(shelf, rank, end, tail)))
         index = (end - 1) // self._kept.block_tokens
         block, gone = shelf.begin(name, pieces, rank, index, tail > 0)
-        self._dropped(shelf, gone, "room")
+        self._drop(shelf, gone, "room")
         return block
 
     async def _write(
@@ -489,7 +489,7 @@ class HostTier(Tier[Shelf]):
         if shelf.forget(block):
             of_snapshots = shelf is self.snapshots
             self._counters.add("host_snapshots_broken" if of_snapshots else "host_blocks_broken")
-            self._dropped(shelf, (block,), "broken")
+            self._drop(shelf, (block,), "broken")
         return False
 
     async def _insert(
@@ -524,20 +524,14 @@ class HostTier(Tier[Shelf]):
 
     # ---- dropped blocks
 
-    def _dropped(self, shelf: Shelf, gone: tuple[TierBlock, ...], cause: str) -> None:
-        if shelf is self.blocks:
-            self._drop(gone, cause)
-        else:
-            self._release(gone)
-
-    def _drop(self, gone: tuple[TierBlock, ...], cause: str) -> None:
-        if gone:
+    def _drop(self, shelf: Shelf, gone: tuple[TierBlock, ...], cause: str) -> None:
+        if gone and shelf is self.blocks:
             self._counters.add("host_blocks_dropped", len(gone), cause=cause)
             for block in [one for one in gone if not one.tail]:
                 if block.written:
                     self._kept.log.lost(block.name)
                 self._kept.promote(block.name)
-            self._release(gone)
+        self._release(gone)
 
     def _release(self, gone: tuple[TierBlock, ...]) -> None:
         """Also those that are still being copied to host memory."""

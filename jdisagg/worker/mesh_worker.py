@@ -383,7 +383,6 @@ class MeshWorker(KvEvents, ABC):
 
     def forget_weights(self, keep: bool, identity: str) -> None:
         self._cache.forget(None, "weights")
-        self._sources.erase_later()
         self._kept.rename(identity)
         self._hello = msgspec.structs.replace(self._hello, weights=identity)
         self._outgoing.introduce(self._hello)

@@ -493,7 +493,8 @@ class Worker(MeshWorker):
     def _fail(self, task: PromptTask, error: JdisaggError) -> None:
         group = self._state.groups.get(task.prompt.key)
         if isinstance(error, BrokenModelError):
-            self._cache.forget_broken(task.prompt.rank if group is None else group.rank)
+            # its blocks may be the cause of a result that is no number
+            self._cache.forget(task.prompt.rank if group is None else group.rank, "broken")
         if task.handoff is not None:
             self._outgoing.end(task.handoff, error)
         elif task.stream is None:  # it waits for pages
