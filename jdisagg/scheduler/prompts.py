@@ -437,8 +437,7 @@ class Prompts:
         chain = prompt.chain[: tokens // kept.block_tokens]
         if self._shares and prompt.epoch == kept.epoch:
             kept.keep(prompt.rank, prompt.key, chain)
-            if kept.snapshots:
-                kept.settle_snapshots(prompt.rank, prompt.key, chain)
+            kept.settle_snapshots(prompt.rank, prompt.key, chain, goes_on=True)
         self._release(self._shared.reached(prompt.key, len(chain)))
 
     def computed(self, chunk: PrefillChunk, result: PrefillResult, seconds: float) -> None:

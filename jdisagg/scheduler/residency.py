@@ -451,8 +451,7 @@ class Residency:
             self.trees[rank].let_go(owner, chain, awaited, tail, tail_pages)
         else:
             self._ledgers[rank].free(owner)
-        if self.snapshots:
-            self._settle(rank, owner, chain)
+        self.settle_snapshots(rank, owner, chain)
 
     # ---- snapshots, of models that need them
 
@@ -467,9 +466,6 @@ class Residency:
         pages or slot (`Snapshots.place`) of the snapshot there. The commands that read it must be
         issued immediately."""
         return self.snapshots[rank].use(self._name_at(chain, tokens))
-
-    def begin_restore(self, rank: int, owner: int, tokens: int) -> tuple[int, ...] | None:
-        return self.snapshots[rank].begin_restore(owner, tokens)
 
     def wanted_snapshots(
         self, rank: int, chain: Chain, tokens: int, cached_tokens: int
@@ -489,29 +485,29 @@ class Residency:
         if self.snapshots:
             self.snapshots[rank].begin_all(owner, cached, tokens, self.snapshot_tokens)
 
-    def settle_snapshots(self, rank: int, owner: int, chain: Chain) -> None:
-        self._settle(rank, owner, chain, len(chain) * self.block_tokens)
-
-    def forget_snapshots(self, rank: int, owner: int) -> None:
-        if self.snapshots:
-            self._settle(rank, owner, ())
-
     def release_root(self, rank: int, owner: int, heir: int | None) -> None:
         """Releases the pages of `owner`, which the sequences of a group share. The snapshots of
         `owner` then belong to the sequence `heir`. If `heir` is None, they are dropped."""
         self._ledgers[rank].free(owner)
         if self.snapshots and heir is not None:
             self.snapshots[rank].pass_on(owner, heir)
-        elif self.snapshots:
-            self._settle(rank, owner, ())
+        else:
+            self.settle_snapshots(rank, owner)
 
-    def _settle(self, rank: int, owner: int, chain: Chain, most: int | None = None) -> None:
+    def settle_snapshots(
+        self, rank: int, owner: int, chain: Chain = (), goes_on: bool = False
+    ) -> None:
+        """Caches the snapshots of `owner` at the ends of blocks of `chain`. Drops its others, if
+        it does not go on after the chain."""
+        if not self.snapshots:
+            return
         tree, size = self.trees[rank], self.block_tokens
 
         def name_at(tokens: int) -> bytes | None:
             known = tokens <= len(chain) * size and chain[tokens // size - 1] in tree
             return self._name_at(chain, tokens) if known else None
 
+        most = len(chain) * size if goes_on else None
         self.snapshots[rank].settle(owner, name_at, most)
 
     def _name_at(self, chain: Chain, tokens: int) -> bytes:

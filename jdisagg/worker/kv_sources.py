@@ -146,7 +146,7 @@ class Restore:
         snapshot is restored."""
         if self.snapshot_owner is None:
             return None
-        return kept.begin_restore(self.plan.rank, self.snapshot_owner, tokens)
+        return kept.snapshots[self.plan.rank].begin_restore(self.snapshot_owner, tokens)
 
     def stop(self) -> None:
         """Ends the restore before its owner's pages are reused."""
@@ -455,7 +455,7 @@ class KvSources:
             came = plan.chain[: restore.blocks] if fresh else ()
             if guest is not None:
                 if not restore.restored:
-                    kept.forget_snapshots(plan.rank, guest)
+                    kept.settle_snapshots(plan.rank, guest)
                 kept.let_go(plan.rank, guest, came)
             elif restore.owner is not None and restore.owner >= 0:
                 kept.keep(plan.rank, restore.owner, came)
