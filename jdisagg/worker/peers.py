@@ -459,13 +459,12 @@ def peer_name(hello: PeerHello) -> str:
 
 
 def _words(layer: KVLayer) -> str:
-    parts = " ".join(
-        f"{part.name}[{part.heads},{part.width}]{part.dtype and f' {part.dtype}'}"
-        for part in layer.components
-    )
-    kept = " ".join(
-        f"{part.name}[{part.heads},{part.width}]{part.dtype and f' {part.dtype}'}"
-        for part in layer.state
+    parts, kept = (
+        " ".join(
+            f"{part.name}[{part.heads},{part.width}]{part.dtype and f' {part.dtype}'}"
+            for part in arrays
+        )
+        for arrays in (layer.components, layer.state)
     )
     words = [parts, layer.window and f"window {layer.window}", kept and f"state {kept}"]
     return f"({' '.join(filter(None, words))})"
