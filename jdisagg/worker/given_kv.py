@@ -9,6 +9,7 @@ two steps. If a sequence needs pages and none is free, the youngest transfer is 
 are released."""
 
 import asyncio
+import sys
 from collections.abc import Callable
 
 from jdisagg.clock import BackgroundTasks
@@ -54,7 +55,6 @@ class GivenKv:
         self._ids = ids
         self._counters = counters
         self._given: dict[int, OutgoingHandoff] = {}  # by the owner of their pages
-        self._places = asyncio.Semaphore(BETWEEN_STEPS)  # for extractions of a decode mesh
         self._beginning = 0
         self._moved = asyncio.Event()  # a block was fetched, or a hand-off ended
         self._closed_until = 0.0
@@ -63,6 +63,8 @@ class GivenKv:
 
     def take_role(self, role: WorkerRole) -> None:
         self._decodes = role.decodes
+        # for extractions in flight
+        self._places = asyncio.Semaphore(BETWEEN_STEPS if role.decodes else sys.maxsize)
 
     def __len__(self) -> int:
         return len(self._given)
@@ -172,15 +174,13 @@ class GivenKv:
                     self._moved.clear()
                     await self._moved.wait()
                 for offer in offers_of_pages(self._mesh, rank, start, start + size, self._ids):
-                    if self._decodes:
-                        await self._places.acquire()
+                    await self._places.acquire()
                     if handoff.over:
                         self._places.release()
                         return
                     # does not wait for it, because the mesh runs other commands in between
                     extracts.append(self._outgoing.extract(handoff, offer, pages))
-                    if self._decodes:
-                        extracts[-1].add_done_callback(lambda _: self._places.release())
+                    extracts[-1].add_done_callback(lambda _: self._places.release())
             if self._decodes:
                 self._kept.release(handoff.sequence)
             await asyncio.gather(*extracts)
