@@ -214,13 +214,10 @@ class WeightsUpdates:
         return turn(self._changing, seconds, f"worker {self._worker.name!r}: {what}")
 
     async def _within(self, work: Awaitable[object], seconds: float, what: str) -> object:
-        try:
-            with limit(seconds):
-                return await work
-        except TimeoutError:
-            raise DeadlineExceededError(
-                f"worker {self._worker.name!r} did not {what} within {seconds:g} s"
-            ) from None
+        name = self._worker.name
+        late = DeadlineExceededError(f"worker {name!r} did not {what} within {seconds:g} s")
+        with limit(seconds, late):
+            return await work
 
     # ---- sleep
 

@@ -117,7 +117,7 @@ async def test_what_host_memory_drops_is_evicted_from_pages_like_others() -> Non
         await cluster.ask(of_session(2, PAUSE))
         await asyncio.sleep(SWEPT)
         tier = cluster.decode._host
-        tier._drop(tier.blocks.clear(), "room")
+        tier._drop(tier.blocks, tier.blocks.clear(), "room")
         for number in (3, 4):
             await cluster.ask(other(number))
         assert (await shown(cluster)).pages_tokens == PROMPT
