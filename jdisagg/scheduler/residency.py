@@ -229,6 +229,8 @@ class Residency:
 
     Attributes:
         evicted: What `take_evicted` returns next.
+        closed_until: Time until which no cached block is sent to other workers or fetched from
+            them. While a reset of all workers runs, some still hold blocks that others dropped.
     """
 
     def __init__(
@@ -254,6 +256,7 @@ class Residency:
         self.evicted: list[Evicted] = []
         self._guests = 0
         self._holds: dict[int, int] = {}  # ranks of the owners that `hold` made, newest last
+        self.closed_until = 0.0
         self.epoch = 0  # counts clears; pages filled in an earlier epoch are not cached
 
     def _tree(self, rank: int) -> ResidencyTree:

@@ -1,6 +1,6 @@
 """The cached KV of one worker, in pages and in slower tiers: what is used, dropped and shown."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from jdisagg.messages.worker_status import KeptTier
 from jdisagg.plain import plain
@@ -8,7 +8,6 @@ from jdisagg.scheduler.executor import MeshLimits
 from jdisagg.scheduler.residency import Residency
 from jdisagg.scheduler.sequences import Prompt
 from jdisagg.telemetry import Counters
-from jdisagg.worker.given_kv import GivenKv
 from jdisagg.worker.kv_sources import KvSources, RestoredBlocks
 
 SHOWN_BYTES = 8  # leading bytes of a name that are shown
@@ -65,22 +64,22 @@ class CachedKv:
     """Counts the reuse of cached blocks, and drops blocks in all tiers together.
 
     Args:
-        closed_seconds: Time after a drop in which no cached block is sent to other workers.
+        closed_seconds: Time after a drop in which no cached block moves between workers.
     """
 
     def __init__(
         self,
         sources: KvSources,
-        given: GivenKv,
         mesh: MeshLimits,
         counters: Counters,
+        now: Callable[[], float],
         closed_seconds: float,
     ) -> None:
         self._kept = sources.kept
         self._sources = sources
-        self._given = given
         self._mesh = mesh
         self._counters = counters
+        self._now = now
         self._closed_seconds = closed_seconds
         self._forgotten = 0  # blocks that were cleared rather than evicted for lack of room
 
@@ -133,7 +132,7 @@ class CachedKv:
         self._sources.erase_later()
 
     def _drop(self, rank: int | None, cause: str) -> int:
-        self._given.close_for(self._closed_seconds)
+        self._kept.closed_until = self._now() + self._closed_seconds
         elsewhere = self._sources.clear(cause)
         blocks = self._kept.clear(rank)
         self._forgotten += blocks

@@ -57,7 +57,6 @@ class GivenKv:
         self._given: dict[int, OutgoingHandoff] = {}  # by the owner of their pages
         self._beginning = 0
         self._moved = asyncio.Event()  # a block was fetched, or a hand-off ended
-        self._closed_until = 0.0
         self._tasks = BackgroundTasks()
         self.take_role(role)
 
@@ -68,11 +67,6 @@ class GivenKv:
 
     def __len__(self) -> int:
         return len(self._given)
-
-    def close_for(self, seconds: float) -> None:
-        """Sends no blocks for `seconds`. Otherwise workers that have just reset their caches could
-        fetch old blocks."""
-        self._closed_until = self._outgoing.now() + seconds
 
     def stop(self) -> None:
         self._tasks.cancel()
@@ -137,7 +131,7 @@ class GivenKv:
             and not self._mesh.ring_pages
             and kept.block_tokens == call.block_tokens
             and self._loop.failure is None
-            and self._outgoing.now() >= self._closed_until
+            and self._outgoing.now() >= kept.closed_until
             and len(self._given) + self._beginning
             < (MOST_GIVEN_WITH_STATE if kept.snapshots else MOST_GIVEN)
         )

@@ -171,7 +171,7 @@ class MeshWorker(KvEvents, ABC):
         self._given = GivenKv(sources, outgoing, loop, mesh, ids, counters, role)
         # a reset of all workers may take this long
         closed_seconds = limits.timeouts.request.status_seconds
-        self._cache = CachedKv(sources, self._given, mesh, counters, closed_seconds)
+        self._cache = CachedKv(sources, mesh, counters, now, closed_seconds)
         self._tasks = PromptTasks()
         self._migration = MigrationSender(state, outgoing, loop, ids, timeouts, counters)
         key = hello.checksum_key
@@ -486,6 +486,9 @@ class MeshWorker(KvEvents, ABC):
     async def acknowledge(self, handoff_id: int, offer_ids: tuple[int, ...]) -> None:
         await self._outgoing.acknowledge(handoff_id, offer_ids)
         self._given.moved()
+        self._migration.poke()
+        if self._admission.queue or self._prompts:
+            self._loop.wake()  # their destination may have been stalled
 
     async def abort(self, handoff_id: int, reason: str) -> None:
         await self._outgoing.abort(handoff_id, reason)

@@ -513,12 +513,6 @@ class Worker(MeshWorker):
         if error is not None:
             task.fail(error)
 
-    async def acknowledge(self, handoff_id: int, offer_ids: tuple[int, ...]) -> None:
-        await super().acknowledge(handoff_id, offer_ids)
-        self._migration.poke()
-        if self._admission.queue or self._prompts:
-            self._loop.wake()  # their destination may have been stalled
-
     # ---- all of them
 
     def _hand_on(self) -> None:
