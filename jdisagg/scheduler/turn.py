@@ -16,7 +16,7 @@ takes a turn after each event, also while enough commands are in flight, so that
 a step to end. It then carries the turn out: copies are issued before the command."""
 
 import enum
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -461,7 +461,7 @@ class Scheduler:
         if not (groups or waits or backlog.tokens):
             return ()
         held, queued = self._state.priorities(), backlog.by_priority()
-        waiting = self.admission.priorities() if waits else {}
+        waiting = Counter([one.priority for one in waits])
         return tuple(
             [
                 PriorityLoad(one, *held.get(one, (0, 0)), waiting.get(one, 0), queued.get(one, 0))

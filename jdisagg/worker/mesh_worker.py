@@ -303,7 +303,7 @@ class MeshWorker(KvEvents, ABC):
         for source in self._sources:
             source.expire(now)
         self._sessions.sweep(now)
-        self.weights.expire()
+        self.weights.expire(now)
         self._loop.break_if_stalled(self._limits.step_seconds)
         self._attempts.forget_before(now - 2 * self._limits.handoff_lease_seconds)
         self._freed()
