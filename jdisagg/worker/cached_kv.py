@@ -118,10 +118,8 @@ class CachedKv:
                 count = kept.evicted_blocks - known
                 counters.add("prefix_blocks_evicted", count, cause="room")
         if kept.snapshots:
-            made, used, evicted = (
-                sum([getattr(one, what) for one in kept.snapshots])
-                for what in ("made", "used", "evicted")
-            )
+            totals = [(one.made, one.used, one.evicted) for one in kept.snapshots]
+            made, used, evicted = map(sum, zip(*totals, strict=True))
             counters.add("snapshots_kept", made - counters["snapshots_kept"])
             counters.add("snapshots_used", used - counters["snapshots_used"])
             counters.add("snapshots_evicted", evicted - counters["snapshots_evicted"])
