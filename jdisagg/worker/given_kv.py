@@ -161,20 +161,20 @@ class GivenKv:
         count: int,
         states: "list[asyncio.Future[StepResult]]",
     ) -> None:
-        size, extracts = self._kept.block_tokens, states
+        size, extracts, places = self._kept.block_tokens, states, self._places  # of this role
         try:
             for start in range(first * size, count * size, size):
                 while self._full() and not handoff.over:
                     self._moved.clear()
                     await self._moved.wait()
                 for offer in offers_of_pages(self._mesh, rank, start, start + size, self._ids):
-                    await self._places.acquire()
+                    await places.acquire()
                     if handoff.over:
-                        self._places.release()
+                        places.release()
                         return
                     # does not wait for it, because the mesh runs other commands in between
                     extracts.append(self._outgoing.extract(handoff, offer, pages))
-                    extracts[-1].add_done_callback(lambda _: self._places.release())
+                    extracts[-1].add_done_callback(lambda _: places.release())
             if self._decodes:
                 self._kept.release(handoff.sequence)
             await asyncio.gather(*extracts)
