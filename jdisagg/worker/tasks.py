@@ -31,6 +31,7 @@ from jdisagg.messages.ports import (
 from jdisagg.messages.step_commands import STUCK_TOKEN
 from jdisagg.prompt.logprobs import PromptLogprobs
 from jdisagg.request import FinishReason, Identity, Request
+from jdisagg.scheduler.executor import MeshLimits
 from jdisagg.scheduler.handoff import HandoffState
 from jdisagg.scheduler.sequences import ChildProgress, Prompt, SequenceGroup
 from jdisagg.worker.kv_sources import RestoredBlocks, RestoreQuery
@@ -166,14 +167,18 @@ class PromptTask:
         hinted = min(call.peer_tokens, prompt.most_known)
         return RestoreQuery(prompt.useful, prompt.known, 0, call.peer, hinted, tail=prompt.tail)
 
-    def query_of(self, group: SequenceGroup, ranks: int, block_tokens: int) -> RestoreQuery:
-        """Returns the query for the pages of its sequences."""
-        known = [0] * ranks
+    def query_of(
+        self, group: SequenceGroup, mesh: MeshLimits, block_tokens: int, pages: int
+    ) -> RestoreQuery:
+        """Returns the query for the first `pages` pages of its sequences."""
+        known, tail = [0] * mesh.ranks, self.prompt.tail
         known[group.rank] = group.cached_tokens // block_tokens
         # a prefill worker would have to compute the accepted tokens before it sends their KV
         computes = self.prompt.computes or self.prompt.children[0].accepted
         instead = "compute" if computes else "receive"
-        return replace(self.query, known=tuple(known), only=group.rank, instead=instead)
+        query = replace(self.query, known=tuple(known), only=group.rank, instead=instead)
+        fits = tail is None or tail.end <= pages * mesh.page_size
+        return query if fits else replace(query, tail=None)
 
     def reply(self, firsts: tuple[FirstToken, ...], now: float) -> PrefillReply:
         prompt, started = self.prompt, self.started_at

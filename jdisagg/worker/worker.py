@@ -238,7 +238,7 @@ class Worker(MeshWorker):
                 child.aside_seconds = call.aside_seconds + self._clock.now() - began
         self._hold(group, call.deadline_seconds)  # a restore may outlast the lease
         try:
-            if task.prompt.useful:
+            if task.prompt.useful or task.prompt.tail:
                 await self._restore(task, group)
         except BaseException:
             self._drop(group.key)
@@ -319,10 +319,11 @@ class Worker(MeshWorker):
     async def _restore(self, task: PromptTask, group: SequenceGroup) -> None:
         """Restores cached blocks to the pages of sequences."""
         prompt, kept, rank = task.prompt, self._kept, group.rank
-        if group.complete or not (prompt.useful or prompt.tail):
+        if group.complete:
             return
-        query = task.query_of(group, self._mesh.ranks, kept.block_tokens)
-        pages = self._state.ledgers[rank].pages(group.key)
+        owner = group.children[0] if prompt.tail else group  # a tail may need those of its growth
+        pages = self._state.ledgers[rank].pages(owner.key)
+        query = task.query_of(group, self._mesh, kept.block_tokens, len(pages))
         blocks, tail = await self._sources.fill(query, group.key, pages, task.restored)
         usable = kept.usable_tokens(blocks * kept.block_tokens, prompt.computes)
         group.cached_tokens = max(group.cached_tokens, usable)

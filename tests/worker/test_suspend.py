@@ -89,11 +89,14 @@ async def test_an_answer_goes_on_without_computing_anything_again(mode: Mode, pr
 class Late:
     """Tokens are on their way for a while."""
 
+    def __init__(self, seconds: float = 0.01) -> None:
+        self.seconds = seconds
+
     async def generate(
         self, proceed: Callable[[GenerateCall], AsyncIterator[Span]], call: GenerateCall
     ) -> AsyncIterator[Span]:
         async for span in proceed(call):
-            await asyncio.sleep(0.01)
+            await asyncio.sleep(self.seconds)
             yield span
 
 
@@ -124,18 +127,52 @@ async def test_a_mesh_that_can_neither_compute_nor_go_on_leaves_the_newest_token
     assert not (task.prompt.computes or task.prompt.continues)
 
 
+@pytest.mark.parametrize(("prompt", "tokens"), [(40, 20), (5, 3)])
 @pytest.mark.parametrize("spoiled", [False, True])
-async def test_a_tail_that_lost_its_pages_comes_back_from_host_memory(spoiled: bool) -> None:
+async def test_a_tail_that_lost_its_pages_comes_back_from_host_memory(
+    spoiled: bool, prompt: int, tokens: int
+) -> None:
+    """Also where all its tokens are fewer than a block's."""
     async with scarce(mode=Mode.CHUNKED) as cluster:
-        async with resting(cluster, long(1), tokens=20) as stream:
-            await cluster.ask(long(2))
-            computed, known = chunks(cluster), 40 + stream.tokens
+        request = toy_request(1, prompt, max_tokens=40)
+        async with resting(cluster, request, tokens) as stream:
+            for number in (2, 3):
+                await cluster.ask(long(number, max_tokens=56))
+            computed, known = chunks(cluster), prompt + stream.tokens
             if spoiled:
                 assert flip_all(cluster.decode_mesh) > 0
         counters = cluster.decode.counters
         assert (chunks(cluster) > computed) is spoiled
         assert counters["answers_continued"] == (0 if spoiled else 1)
-        assert spoiled or hits(cluster)["host"] > known % 16 - 1 > 0
+        assert spoiled or hits(cluster)["host"] >= known % 16 - 1 > 0
+
+
+@pytest.mark.parametrize(("growth", "fits"), [(4, True), (1, False)])
+async def test_a_tail_comes_back_to_a_sequence_that_has_fewer_tokens(
+    growth: int, fits: bool
+) -> None:
+    """If it has pages for the whole tail, those of its growth included."""
+
+    def late(port: DecodePort) -> DecodePort:
+        return through(DecodePort, port, Late(0.02))
+
+    async with scarce(mode=Mode.CHUNKED, growth_tokens=growth, wrap_decode=late) as cluster:
+        stream = Stream(cluster, toy_request(1, 49, max_tokens=40))
+        await stream.until(2)
+        (group,) = cluster.decode._state.groups.values()
+        ended = 49 + len(group.children[0].generated) - 1
+        assert (49 + stream.tokens, ended) == (51, 53), "one page more, and no further block"
+        await stream.suspend()
+        await asyncio.sleep(0.2)
+        await cluster.ask(long(2))
+        counters, computed = cluster.decode.counters, chunks(cluster)
+        assert counters["host_blocks_written"] >= 1
+        stream.resume()
+        await stream.end()
+        assert counters["host_restores_failed"] == 0
+        assert counters["answers_continued"] == fits
+        assert (chunks(cluster) == computed) is fits
+        await check_empty(cluster)
 
 
 @pytest.mark.parametrize("spoiled", [False, True])
