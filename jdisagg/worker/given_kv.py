@@ -34,7 +34,11 @@ MOST_CHUNKS_OF_DECODE = 1  # fewer on a decode mesh, whose sequences could use t
 
 
 class GivenKv:
-    """Sends the cached blocks of one mesh to other workers."""
+    """Sends the cached blocks of one mesh to other workers.
+
+    Attributes:
+        closed: Whether no transfer may begin.
+    """
 
     def __init__(
         self,
@@ -57,6 +61,7 @@ class GivenKv:
         self._places = asyncio.Semaphore(BETWEEN_STEPS)  # for extractions of a decode mesh
         self._beginning = 0
         self._moved = asyncio.Event()  # a block was fetched, or a hand-off ended
+        self.closed = False
         self._closed_until = 0.0
         self._tasks = BackgroundTasks()
         self.take_role(role)
@@ -133,6 +138,7 @@ class GivenKv:
         kept = self._kept
         return (
             kept.on
+            and not self.closed
             # without snapshots, the only state or window is that of a sequence's newest position
             and (bool(kept.snapshots) or not self._mesh.kv_spec.has_state)
             and not self._mesh.ring_pages
@@ -175,14 +181,15 @@ class GivenKv:
                     self._moved.clear()
                     await self._moved.wait()
                 for offer in offers_of_pages(self._mesh, rank, start, start + size, self._ids):
-                    if self._decodes:
+                    if takes_place := self._decodes:
                         await self._places.acquire()
                     if handoff.over:
-                        self._places.release()
+                        if takes_place:
+                            self._places.release()
                         return
                     # does not wait for it, because the mesh runs other commands in between
                     extracts.append(self._outgoing.extract(handoff, offer, pages))
-                    if self._decodes:
+                    if takes_place:
                         extracts[-1].add_done_callback(lambda _: self._places.release())
             if self._decodes:
                 self._kept.release(handoff.sequence)

@@ -262,7 +262,8 @@ class MeshWorker(KvEvents, ABC):
                 it is given, which are some of each dp rank.
             scratch_tokens: Number of positions that these pages should hold.
         """
-        self._changing = True
+        # a transfer would hold pages, and run on the mesh as it is prepared
+        self._changing = self._given.closed = True
         ledgers, owner = self._state.ledgers, self._state.new_key()
         try:
             await self.drain(drain_seconds)
@@ -280,7 +281,7 @@ class MeshWorker(KvEvents, ABC):
             for part in (self._scheduler, self._host, self._sessions, self._given):
                 part.take_role(role)
         finally:
-            self._changing = self._draining = False
+            self._changing = self._draining = self._given.closed = False
             self._loop.wake()
 
     def _break_down(self, error: UnavailableError) -> None:
