@@ -252,7 +252,11 @@ class DecodeState:
     def _tail_to_keep(self, child: Sequence, chain: Chain) -> Tail | None:
         if not self._cacheable(child) or not self.continues:
             return None
-        return self.residency.tail(child.group.request, chain, child.position, child.generated)
+        kept, request = self.residency, child.group.request
+        tail = kept.tail(request, chain, child.position, child.generated)
+        if tail is not None:
+            kept.sessions.noted_tail(request, tail.name)
+        return tail
 
     def _cacheable(self, child: Sequence) -> bool:
         """Whether the pages of a child have KV of the present weights."""

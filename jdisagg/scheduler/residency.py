@@ -544,6 +544,8 @@ class Residency:
         """Drops these blocks with their retention. No tier copies them."""
         for tree in self._trees:
             tree.drop(names)
+        for name in names:
+            self.tails.forget(name)
         for of_rank in self.snapshots:
             of_rank.take_evicted()
         self.evicted = [one for one in self.evicted if one.name not in names]

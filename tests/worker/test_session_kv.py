@@ -10,12 +10,13 @@ import pytest
 from jdisagg.config import Mode
 from jdisagg.messages.ports import SessionAction, SessionCall, SessionReport
 from jdisagg.prompt.hints import Hints, Retention
-from jdisagg.request import CachedTokens, Request
+from jdisagg.request import CachedTokens, Request, SamplingParams
 from jdisagg.scheduler.host_blocks import TierRoom
 from tests.fakes.cluster import Cluster, until
 from tests.fakes.fake_disk import FakeDisk
 from tests.fakes.fake_executor import Costs
 from tests.worker.conversations import NAMES, SEEDS, Talk, asked, limits, storm
+from tests.worker.preempting import Stream
 from tests.worker.tiers import BLOCK_BYTES, FAST, other, room
 
 SWEPT = 3.0  # seconds in which a worker looks at its sessions
@@ -176,6 +177,26 @@ async def test_a_session_that_is_dropped_while_it_is_copied_leaves_nothing() -> 
         await asyncio.sleep(SWEPT)
         assert not len(tier.blocks) and not cluster.decode_mesh.host
         assert (await cluster.ask(of_session(1, None, "again"))).cached_tokens == 0
+
+
+@pytest.mark.parametrize("pages", [66, 26])
+async def test_a_dropped_session_leaves_no_tail_of_an_answer_that_rests(pages: int) -> None:
+    """In pages, or in host memory after another prompt took the pages."""
+    async with fleet(pages=pages) as cluster:
+        request = replace(of_session(1, Hints("s")), sampling=SamplingParams(20, temperature=0.0))
+        stream = Stream(cluster, request)
+        await stream.until(5)
+        await stream.suspend()
+        await asyncio.sleep(0.2)
+        if pages == 26:
+            await cluster.ask(asked(2, other(2).prompt_token_ids, 16, cache_scope="another"))
+        kept, shelf = cluster.decode._kept, cluster.decode._host.blocks
+        scopes = 0 if pages == 66 else 5
+        assert kept.blocks + len(shelf) == PROMPT // 16 + 1 + scopes
+        await told(cluster, SessionAction.DROP)
+        assert kept.blocks + len(shelf) == scopes and not len(kept.tails)
+        stream.resume()
+        await stream.end()
 
 
 class Sessions(Talk):
