@@ -358,6 +358,8 @@ class Scheduler:
             yielded = sum(map(admission.give_way, self.batches.yielding_slots()))
         waits = admission.queue or stalled
         admitted = admission.admit(now.lease_until, stalled) if waits else Admitted()
+        if state.ended:
+            self._forget_ended()  # those that gave way have no pages for their chunks
         turn = Turn(
             admitted.prompts,
             admitted.groups,
