@@ -234,11 +234,13 @@ async def test_who_is_not_running_cannot_be_suspended() -> None:
 
 
 @SEEDS
-@pytest.mark.parametrize(("mode", "reuse"), [(Mode.DISAGGREGATED, True), (Mode.CHUNKED, False)])
+@pytest.mark.parametrize(
+    ("mode", "reuse"), [(Mode.DISAGGREGATED, True), (Mode.CHUNKED, False), (Mode.CHUNKED, True)]
+)
 async def test_random_rests_under_memory_pressure_cost_no_token(
     seed: int, mode: Mode, reuse: bool
 ) -> None:
-    """Among requests that preempt each other."""
+    """Among requests of several priorities that preempt each other."""
     async with roomy(
         TierRoom(1200 * 16, always=True),
         mode=mode,
@@ -251,7 +253,8 @@ async def test_random_rests_under_memory_pressure_cost_no_token(
 
         async def user() -> None:
             for _ in range(6):
-                stream = Stream(cluster, talk.next())
+                request = replace(talk.next(), priority=rng.choice((0, 0, 0, -1, 2)))
+                stream = Stream(cluster, request)
                 while not stream.task.done() and rng.random() < 0.8:
                     await asyncio.sleep(rng.random() * 0.3)
                     if not stream.task.done():
