@@ -442,8 +442,11 @@ class HostTier(KvSource):
 
     async def _bring_tail(self, restore: Restore) -> None:
         """The copy is of no use after the sequence has gone on."""
-        tail, rank = restore.tail, restore.plan.rank
-        if tail is not None and await self._copy_in(self.blocks, tail, rank, restore.pages):
+        tail, rank, plan = restore.tail, restore.plan.rank, restore.plan.tail
+        room = len(restore.pages) * self._limits.page_size
+        if tail is None or plan is None or plan.end > room:
+            return
+        if await self._copy_in(self.blocks, tail, rank, restore.pages):
             restore.tail_came = True
             if self.blocks.forget(tail):
                 self._release((tail,))

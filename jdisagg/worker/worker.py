@@ -238,8 +238,7 @@ class Worker(MeshWorker):
                 child.aside_seconds = call.aside_seconds + self._clock.now() - began
         self._hold(group, call.deadline_seconds)  # a restore may outlast the lease
         try:
-            if task.prompt.useful:
-                await self._restore(task, group)
+            await self._restore(task, group)
         except BaseException:
             self._drop(group.key)
             raise
@@ -322,7 +321,9 @@ class Worker(MeshWorker):
         if group.complete or not (prompt.useful or prompt.tail):
             return
         query = task.query_of(group, self._mesh.ranks, kept.block_tokens)
-        pages = self._state.ledgers[rank].pages(group.key)
+        # a tail may be longer than what the client has received of the answer
+        end = max(prompt.tokens, prompt.tail.end if prompt.tail else 0)
+        pages = self._state.cover(group, end) or self._state.ledgers[rank].pages(group.key)
         blocks, tail = await self._sources.fill(query, group.key, pages, task.restored)
         usable = kept.usable_tokens(blocks * kept.block_tokens, prompt.computes)
         group.cached_tokens = max(group.cached_tokens, usable)
