@@ -175,14 +175,15 @@ class GivenKv:
                     self._moved.clear()
                     await self._moved.wait()
                 for offer in offers_of_pages(self._mesh, rank, start, start + size, self._ids):
-                    if self._decodes:
+                    if limited := self._decodes:
                         await self._places.acquire()
                     if handoff.over:
-                        self._places.release()
+                        if limited:
+                            self._places.release()
                         return
                     # does not wait for it, because the mesh runs other commands in between
                     extracts.append(self._outgoing.extract(handoff, offer, pages))
-                    if self._decodes:
+                    if limited:
                         extracts[-1].add_done_callback(lambda _: self._places.release())
             if self._decodes:
                 self._kept.release(handoff.sequence)
