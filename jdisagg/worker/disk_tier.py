@@ -258,12 +258,8 @@ class DiskTier(KvSource):
                 self._drop(shelf, shelf.expire(now - self._ttl_seconds), "expired")
 
     def drop(self, names: Collection[bytes]) -> None:
-        """Drops these blocks and snapshots, also while they are being read."""
-        saved = {self.blocks: names, self.snapshots: map(_saved_name, names)}
-        for shelf, of_shelf in saved.items():
-            self._drop(
-                shelf, shelf.drop([one for one in of_shelf if shelf.arrived(one)]), "session"
-            )
+        self._drop(self.blocks, self.blocks.drop(names), "session")
+        self._drop(self.snapshots, self.snapshots.drop(map(_saved_name, names)), "session")
 
     def clear(self, cause: str) -> int:
         self._epoch += 1
@@ -295,7 +291,8 @@ class DiskTier(KvSource):
     def _drop(self, shelf: DiskBlocks, gone: tuple[TierBlock, ...], cause: str) -> None:
         if shelf is self.blocks:
             for block in gone:
-                self._kept.log.lost(block.name)
+                if block.written:
+                    self._kept.log.lost(block.name)
         self._remove(tuple([block.name for block in gone]), cause)
 
     def _remove(self, names: tuple[bytes, ...], cause: str) -> None:

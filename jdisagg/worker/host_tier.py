@@ -158,7 +158,6 @@ class HostTier(KvSource):
         return len(gone)
 
     def drop(self, names: Collection[bytes]) -> None:
-        """Drops these blocks and snapshots, also those that are being copied."""
         self._drop(self.blocks.drop(names), "session")
         self._release(self.snapshots.drop(names))
 
@@ -411,7 +410,7 @@ class HostTier(KvSource):
             nonlocal gap
             async with slots:
                 block = restore.held.get(index)
-                if block is None or (gap and not block.pieces):
+                if block is None or chain[index] in restore.dropped or (gap and not block.pieces):
                     return  # blocks on disk after a missing one are useless
                 if await self._bring(self.blocks, restore, block, index, restore.pages, files):
                     restore.origins[index] = "host" if block.pieces else "disk"

@@ -5,14 +5,15 @@ A prompt waits no longer than computing the same tokens would take. A failed res
 never changes a result.
 
 Invariants: a block enters the prefix cache only after the checksum of its KV in pages was verified.
-The pages of a restore are always released when the restore ends. A reset of the cache also discards
-blocks that are being restored."""
+The pages of a restore are always released when the restore ends. A reset of the cache, or the end
+of a session, also discards blocks that are being restored."""
 
 import asyncio
 import contextlib
+import itertools
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
@@ -115,6 +116,7 @@ class Restore:
         snapshot_owner: Temporary owner of the pages of the snapshot; None if none is restored.
         held: The blocks that the source reads, by their index in the plan's chain.
         closing: Functions that keep background work of the source from writing to the pages.
+        dropped: Names of blocks that were dropped meanwhile, which must not be cached.
     """
 
     plan: RestorePlan
@@ -131,6 +133,15 @@ class Restore:
     restored: bool = False
     tail: TierBlock | None = None
     tail_came: bool = False
+    dropped: set[bytes] = field(default_factory=set)
+
+    @property
+    def to_cache(self) -> Chain:
+        """The leading blocks that are in pages now, up to the first that was dropped."""
+        came = self.plan.chain[: self.blocks]
+        if not self.dropped:
+            return came
+        return tuple(itertools.takewhile(lambda name: name not in self.dropped, came))
 
     @property
     def blocks(self) -> int:
@@ -274,6 +285,9 @@ class KvSource(Protocol):
         dropped."""
         return 0
 
+    def drop(self, names: Collection[bytes]) -> None:
+        """Drops these blocks and snapshots, also those that are being read or written."""
+
     async def erase(self) -> None:
         """Deletes the blocks that `clear` dropped from durable storage. Raises UnavailableError if
         the next run of the worker would still find them."""
@@ -343,6 +357,7 @@ class KvSources:
         self._sources = tuple(sources)
         self._may_take = may_take
         self._running: Counter[Origin] = Counter()
+        self._filling: set[Restore] = set()
         self._owned: dict[int, Restore] = {}  # to pages of sequences, by owner
         self._tasks = BackgroundTasks()
 
@@ -445,6 +460,7 @@ class KvSources:
         if plan.snapshot and guest is not None:
             restore.snapshot_owner = guest
         self._running[source.name] += 1
+        self._filling.add(restore)
         try:
             cause = await source.bring(restore)
         except JdisaggError:
@@ -454,8 +470,9 @@ class KvSources:
             cause = "failed"
         finally:
             self._running[source.name] -= 1
+            self._filling.remove(restore)
             fresh = epoch == kept.epoch
-            came = plan.chain[: restore.blocks] if fresh else ()
+            came = restore.to_cache if fresh else ()
             if guest is not None:
                 if not restore.restored:
                     kept.forget_snapshots(plan.rank, guest)
@@ -509,6 +526,13 @@ class KvSources:
 
     def clear(self, cause: str) -> int:
         return sum([source.clear(cause) for source in self._sources])
+
+    def drop(self, names: Collection[bytes]) -> None:
+        """Drops these blocks in all sources, and caches none that is being restored."""
+        for source in self._sources:
+            source.drop(names)
+        for restore in self._filling:
+            restore.dropped.update(names)
 
     async def erase(self) -> None:
         for source in self._sources:
