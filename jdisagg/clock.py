@@ -118,6 +118,19 @@ async def unended(tasks: "Iterable[asyncio.Task[T]]", seconds: float) -> "list[a
     return list(left)
 
 
+async def together(work: "Iterable[Coroutine[object, object, T]]") -> list[T]:
+    """Runs coroutines at the same time and returns their results in order. If one raises an error,
+    or the caller is cancelled, all have ended before this call does."""
+    tasks = [asyncio.ensure_future(one) for one in work]
+    try:
+        return await asyncio.gather(*tasks)
+    except Exception:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        raise
+
+
 async def to_the_end(clean_up: Coroutine[object, object, None]) -> None:
     """Runs the coroutine `clean_up` to its end, even if the calling task is cancelled. In this
     case, raises CancelledError after the clean-up."""

@@ -14,7 +14,7 @@ from typing import Protocol
 
 import msgspec
 
-from jdisagg.clock import BackgroundTasks
+from jdisagg.clock import BackgroundTasks, together
 from jdisagg.errors import JdisaggError
 from jdisagg.layout.kv_spec import KvKind
 from jdisagg.messages.ports import Offer
@@ -418,7 +418,7 @@ class HostTier(KvSource):
 
         missing = range(restore.first, len(chain))
         others = self._bring_snapshot(restore, files), self._bring_tail(restore)
-        await asyncio.gather(*map(bring, missing), *others)
+        await together((*map(bring, missing), *others))
         restore.moved_tokens = len(restore.origins) * self._kept.block_tokens
         if restore.tail_came and restore.plan.tail is not None:
             restore.moved_tokens += restore.plan.tail.tokens
@@ -490,8 +490,8 @@ class HostTier(KvSource):
     async def _insert(
         self, pieces: tuple[HostPiece, ...], rank: int, pages: tuple[int, ...]
     ) -> bool:
-        """Returns whether all pieces are written and all checksums match. After a cancellation
-        nothing more is written, so the pages may be reused immediately."""
+        """Returns whether all pieces are written and all checksums match. After a cancellation or
+        an error nothing more is written, so the pages may be reused immediately."""
 
         def place(tokens: int) -> tuple[int, ...]:
             return pages[: pages_for(tokens, self._limits.page_size)]
@@ -509,7 +509,7 @@ class HostTier(KvSource):
                 return False
             return not blocks.verify(piece.offer, await blocks.insert(piece.offer), piece.checksum)
 
-        return all(await asyncio.gather(*map(insert, pieces)))
+        return all(await together(map(insert, pieces)))
 
     def failed(self, cause: str) -> None:
         if cause == "late":
