@@ -122,7 +122,8 @@ class DiskTier(KvSource):
             for name in stay:
                 kept.log.gained(name)
             self._counters.add("disk_blocks_found", len(stay))
-            self._remove((*gone, *self.snapshots.found(marked)[1]), "room")
+            self._count_dropped(len(gone), "room")
+            self._remove_files((*gone, *self.snapshots.found(marked)[1]))
             self.expire(now)
 
     # ---- writing
@@ -144,12 +145,15 @@ class DiskTier(KvSource):
                 self._drop(shelf, gone, "room")
                 if block is None:
                     break
-                self._tasks.spawn(self._write(shelf, block))
+                name = self._named.get(block.name, block.name)
+                self._tasks.spawn(self._write(shelf, block, name))
+        if not self.snapshots.wanted:
+            self._named.clear()
 
-    async def _write(self, shelf: DiskBlocks, block: TierBlock) -> None:
+    async def _write(self, shelf: DiskBlocks, block: TierBlock, name: bytes) -> None:
+        """`name`: that of the block, or of the block before the snapshot."""
         error, done, snapshot = "", False, shelf is self.snapshots
         try:
-            name = self._named.pop(block.name, b"") if snapshot else block.name
             host = await self._host.copied(block.rank, name, block.index, snapshot)
             if host is not None and shelf.knows(block):
                 error = await self._save(block, host)
@@ -265,11 +269,7 @@ class DiskTier(KvSource):
         self._epoch += 1
         gone = self.blocks.clear()
         self.snapshots.clear()
-        if gone:
-            self._counters.add("disk_blocks_dropped", len(gone), cause=cause)
-        for block in gone:
-            if block.written:
-                self._kept.log.lost(block.name)
+        self._lost(gone, cause)
         return len(gone)
 
     async def erase(self) -> None:
@@ -290,17 +290,22 @@ class DiskTier(KvSource):
 
     def _drop(self, shelf: DiskBlocks, gone: tuple[TierBlock, ...], cause: str) -> None:
         if shelf is self.blocks:
-            for block in gone:
-                if block.written:
-                    self._kept.log.lost(block.name)
-        self._remove(tuple([block.name for block in gone]), cause)
+            self._lost(gone, cause)
+        self._remove_files(tuple([block.name for block in gone]))
 
-    def _remove(self, names: tuple[bytes, ...], cause: str) -> None:
-        if names:
-            self._counters.add("disk_blocks_dropped", len(names), cause=cause)
-            self._remove_files(names)
+    def _lost(self, gone: tuple[TierBlock, ...], cause: str) -> None:
+        self._count_dropped(len(gone), cause)
+        for block in gone:
+            if block.written:
+                self._kept.log.lost(block.name)
+
+    def _count_dropped(self, blocks: int, cause: str) -> None:
+        if blocks:
+            self._counters.add("disk_blocks_dropped", blocks, cause=cause)
 
     def _remove_files(self, names: tuple[bytes, ...]) -> None:
+        if not names:
+            return
         # issued now, before any later write of the same names
         removing = self._issue(RemoveSaved(self._loop.next_number(), names, RESET_SECONDS))
 
