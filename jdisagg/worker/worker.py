@@ -243,10 +243,10 @@ class Worker(MeshWorker):
             self._drop(group.key)
             raise
         self._cache.used(task.prompt, group.rank, group.cached_tokens, task.restored)
-        self._hold(group, self._limits.reservation_lease_seconds)
         cached, block = group.cached_tokens, self._kept.block_tokens
         of_prompt = task.restored.split(group.rank, min(cached, group.prompt_tokens))
-        left, own = max(0.0, group.handoff.deadline - self._clock.now()), self._hello.weights
+        left, own = self._limits.reservation_lease_seconds, self._hello.weights
+        self._hold(group, left)
         known = task.prompt.tokens if group.complete else cached
         return Reservation(group.key, self.name, group.rank, left, known, of_prompt, own, block)
 
@@ -331,9 +331,10 @@ class Worker(MeshWorker):
             group.complete, group.cached_tokens = True, prompt.tokens - 1
 
     def _hold(self, group: SequenceGroup, seconds: float) -> None:
-        group.handoff = group.handoff.expect(self._clock.now() + seconds)
+        until = self._clock.now() + seconds
+        group.handoff = group.handoff.expect(until)
         if (stream := self._stream(group.key)) is not None:
-            stream.lease_until = group.handoff.deadline
+            stream.lease_until = until  # also if the group has ended meanwhile
 
     # ---- which of them are taken
 
@@ -469,9 +470,7 @@ class Worker(MeshWorker):
         """Offers a running sequence to other decode workers. Until one of them has taken it over,
         it continues on this worker. Returns False if the sequence cannot migrate now."""
         group, stream = self._state.groups.get(reservation_id), self._stream(reservation_id)
-        if group is None or stream is None:
-            return False
-        if not stream.taken or not self._migration.movable(group):
+        if group is None or stream is None or not (stream.taken and self._migration.movable(group)):
             return False
         handoff_id = self._migration.begin(group)
         own = self.address, self.boot_id, self._hello.weights
