@@ -46,6 +46,7 @@ from launch.flags import ESTIMATED_WEIGHTS, define
 from launch.plan_inputs import (
     block_tokens,
     check_choice,
+    defaults_text,
     modes_of,
     planned_workload,
     pools_of,
@@ -110,7 +111,8 @@ def main() -> None:
     spread = on_cores(flags.processes or usable_cores())
 
     def maker_of(site: Site) -> FleetMaker:
-        return FleetMaker(geometry, site, *sizes, block_tokens=block_tokens(flags))
+        blocks, draft = block_tokens(flags), flags.draft or ""
+        return FleetMaker(geometry, site, *sizes, block_tokens=blocks, draft=draft)
 
     with aloud() as told:
 
@@ -126,7 +128,7 @@ def main() -> None:
         print(_needed(plan.rows[0], len(pools) > 1))
     if flags.json:
         fields = plan_fields(plan, geometry, pools, goal)
-        fields["defaults"] = flags.defaults_text()
+        fields["defaults"] = defaults_text(flags)
         Path(flags.json).write_text(json.dumps(fields, indent=1) + "\n")
     if flags.output:
         check_choice(flags, len(plan.rows))
@@ -163,7 +165,7 @@ def _tell(plan: PoolPlan, left_out: int, context_tokens: int) -> None:
     for text in plan.left_out:
         print(text)
     print(plan.verdict)
-    print(flags.defaults_text())
+    print(defaults_text(flags))
 
 
 if __name__ == "__main__":

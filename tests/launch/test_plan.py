@@ -109,24 +109,8 @@ def test_a_recipe_of_two_kinds_names_the_hardware_and_the_commands_of_each(tmp_p
     second = Site(accelerator("a100"), 32, hardware="a100")
     site = Site(accelerator("h100"), 4, hardware="h100", decoding=second)
     layout = Layout(tp=2)
-    candidate = Candidate(Mode.DISAGGREGATED, layout, 16, 4096, Layout(tp=4), 1)
-    maker = FleetMaker(geometry("llama-3-8b"), site)
-    run = maker.runners.stepped(candidate, poisson(1.0, 20, Fixed(900, 9)), lambda outcome: False)
-    finding = Finding(
-        candidate,
-        Bounds((("TPOT", 5.0),)),
-        5.0,
-        0.1,
-        (),
-        summarise(run.outcomes),
-        "TPOT",
-        0,
-        0,
-        9,
-        1,
-    )
     path = tmp_path / "plan.py"
-    text = plan_recipe(Row(site, finding), maker, Goal(1.0, 0.05), "DIR", 2048, "plan.py")
+    text = recipe_of(site, Candidate(Mode.DISAGGREGATED, layout, 16, 4096, Layout(tp=4), 1))
     path.write_text(text)
     config, shape = load_recipe(str(path)), load_shape(str(path))
     assert (config.prefill.hardware, config.decode.hardware) == ("h100", "a100")
@@ -139,6 +123,28 @@ def test_a_recipe_of_two_kinds_names_the_hardware_and_the_commands_of_each(tmp_p
     for role, said in counts:
         (line,) = (line for line in text.splitlines() if f"--role={role}" in line)
         assert line.endswith(said) and "--router=ROUTER:8700" in line
+
+
+def recipe_of(site: Site, candidate: Candidate) -> str:
+    maker = FleetMaker(geometry("llama-3-8b"), site)
+    run = maker.runners.stepped(candidate, poisson(1.0, 20, Fixed(900, 9)), lambda outcome: False)
+    report, bounds = summarise(run.outcomes), Bounds((("TPOT", 5.0),))
+    finding = Finding(candidate, bounds, 5.0, 0.1, (), report, "TPOT", 0, 0, 9, 1)
+    return plan_recipe(Row(site, finding), maker, Goal(1.0, 0.05), "DIR", 2048, "plan.py")
+
+
+def test_a_recipe_for_several_hosts_names_the_commands_of_each_worker() -> None:
+    site, one, wide = Site(accelerator("h100"), 32), Layout(tp=8), Layout(dp=2, tp=8)
+    near = recipe_of(Site(accelerator("h100"), 8), Candidate(Mode.CHUNKED, Layout(), 8, 2048))
+    assert "jdisagg cluster --config=plan.py" in near and "jdisagg worker" not in near
+    both = recipe_of(site, Candidate(Mode.CHUNKED, one, 4, 2048))
+    assert "jdisagg cluster" not in both and "jdisagg router --config=plan.py" in both
+    assert "jdisagg worker --role=mixed --config=plan.py --router=ROUTER:8700    (4 times" in both
+    two = recipe_of(site, Candidate(Mode.DISAGGREGATED, wide, 1, 8192, one, 2))
+    prefill, decode = (line for line in two.splitlines() if "jdisagg worker" in line)
+    assert "--role=prefill" in prefill and "--num_processes" not in prefill
+    assert "--num_processes=2 --process_id=I --coordinator=FIRST_HOST:PORT" in decode
+    assert decode.endswith("each on 16 h100 of 2 hosts, with I from 0 to 1)")
 
 
 def fitting_room(hardware: str, layout: Layout) -> int:
@@ -168,8 +174,13 @@ REFUSED = (
     (("--model=llama-3-8b", "--hardware=h200x", "--mixture=1:100/10"), "no hardware named 'h200x'"),
     (("--model=llama-3-8b", "--mixture=1:100/10"), "the accelerators: give either --hardware=NAME"),
     ((*POOL, "--pool=a100"), "--pool=a100 must be NAME:COUNT"),
+    ((*POOL, "--pool=a100:0"), "--pool=a100:0 must have a COUNT of at least 1"),
     ((*POOL, "--accelerators=4"), "--accelerators is part of --pool"),
     ((*POOL, "--pool=h100:2"), "--pool: h100, h100 must differ"),
+    (
+        (*POOL, "--pool=a100:4", "--between=pcie5", "--modes=chunked"),
+        "--between=pcie5 is the link of a hand-off",
+    ),
     ((*POOL, "--between=pcie5"), "--between is the link between pools, and there is one"),
     (
         ("--model=llama-3-8b", "--mixture=1:100/10", "--pool=h200:2", "--best=dollars"),
