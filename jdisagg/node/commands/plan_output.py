@@ -2,11 +2,12 @@
 plan as a recipe (configuration file). Prints nothing."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from rich import box
 from rich.table import Table
 
+from jdisagg.config import EngineConfig
 from jdisagg.costs.model_geometry import CostGeometry
 from jdisagg.node.recipes import ClusterShape, recipe_text
 from jdisagg.simulator.planning.bounds import Goal
@@ -164,10 +165,17 @@ def context_for(workload: Sequence[Arrival], geometry: CostGeometry) -> int:
 
 
 def plan_recipe(
-    row: Row, maker: FleetMaker, goal: Goal, model_directory: str, context_tokens: int, path: str
+    row: Row,
+    maker: FleetMaker,
+    goal: Goal,
+    model_directory: str,
+    context_tokens: int,
+    path: str,
+    fit: Callable[[EngineConfig], EngineConfig] = lambda config: config,
 ) -> str:
+    """`fit` changes the configuration to one that fits into memory."""
     item, candidate, site = row.finding, row.finding.candidate, row.site
-    engine = maker.engine(candidate, model_directory, context_tokens)
+    engine = fit(maker.engine(candidate, model_directory, context_tokens))
     one_pool = candidate.prefill is None
     shape = (
         ClusterShape(mixed=candidate.decode_instances)
