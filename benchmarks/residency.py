@@ -125,7 +125,7 @@ async def tiers() -> dict[str, object]:
                 seconds.append(await ttft(prompt))
                 assert counters["host_tokens_restored"] > restored
                 await ttft(words(CONTEXT - 16))
-                prefill._host._drop(prefill._host.blocks.clear(), "room")
+                prefill._host._drop(prefill._host.blocks, prefill._host.blocks.clear(), "room")
                 restored = counters["disk_tokens_restored"]
                 seconds.append(await ttft(prompt))
                 assert counters["disk_tokens_restored"] > restored

@@ -144,7 +144,7 @@ class Switch:
     """
 
     def __init__(self, batches: DecodeBatches) -> None:
-        self._batches, self._drafts = batches, batches._speculation
+        self._batches, self._drafts = batches, batches.speculation
         assert self._drafts is not None, "this cluster verifies no drafts"
         self._policy = 0.0
         for name in ("plan", "kind", "took", "rests"):
@@ -194,7 +194,7 @@ class Switch:
                 self._edge = self._now()
             self._step += 1
             on = self._mode(block) == "on"
-        self._batches._speculation = self._drafts if on else None
+        self._batches.speculation = self._drafts if on else None
         return self._next(step, quiet, drafts)
 
     def _mode(self, block: int) -> str:
@@ -209,7 +209,7 @@ class Switch:
             self._half = {}
 
     def _applied(self, result: DecodeResult, seconds: float = 0.0) -> object:
-        self._batches._speculation = self._drafts  # steps in flight may have drafts
+        self._batches.speculation = self._drafts  # steps in flight may have drafts
         return self._apply(result, seconds)
 
 

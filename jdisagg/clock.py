@@ -34,15 +34,16 @@ class MonotonicClock:
 
 
 class limit:
-    """Context manager that raises TimeoutError if its block takes longer than `seconds`.
+    """Context manager that raises `late` (or TimeoutError) if its block takes more than `seconds`.
 
     `with limit(seconds): await ...` is cheaper than `asyncio.timeout`, because entry and exit are
     not coroutines."""
 
-    __slots__ = ("_seconds", "_task", "_cancelling", "_timer", "_passed")
+    __slots__ = ("_seconds", "_late", "_task", "_cancelling", "_timer", "_passed")
 
-    def __init__(self, seconds: float) -> None:
+    def __init__(self, seconds: float, late: Exception | None = None) -> None:
         self._seconds = seconds
+        self._late = late
         self._passed = False
 
     def __enter__(self) -> None:
@@ -61,7 +62,7 @@ class limit:
             and kind is not None
             and issubclass(kind, asyncio.CancelledError)
         ):
-            raise TimeoutError from error
+            raise self._late or TimeoutError() from error
 
     def _pass(self) -> None:
         self._passed = True
@@ -75,14 +76,12 @@ async def turn(lock: asyncio.Lock, seconds: float, what: str) -> AsyncIterator[N
     Raises:
         DeadlineExceededError: Other tasks held the lock for `seconds`.
     """
-    try:
-        with limit(seconds):
-            await lock.acquire()
-    except TimeoutError:
-        raise DeadlineExceededError(
-            f"{what} did not begin within {seconds:g} s, because another update, sleep or wake"
-            " runs; try again when it has ended, or with a longer deadline_seconds"
-        ) from None
+    late = DeadlineExceededError(
+        f"{what} did not begin within {seconds:g} s, because another update, sleep or wake"
+        " runs; try again when it has ended, or with a longer deadline_seconds"
+    )
+    with limit(seconds, late):
+        await lock.acquire()
     try:
         yield
     finally:
@@ -116,6 +115,19 @@ async def unended(tasks: "Iterable[asyncio.Task[T]]", seconds: float) -> "list[a
             for task in left:
                 task.remove_done_callback(ended)
     return list(left)
+
+
+async def together(work: "Iterable[Coroutine[object, object, T]]") -> list[T]:
+    """Runs coroutines at the same time and returns their results in order. If one raises an error,
+    or the caller is cancelled, all have ended before this call does."""
+    tasks = [asyncio.ensure_future(one) for one in work]
+    try:
+        return await asyncio.gather(*tasks)
+    except Exception:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        raise
 
 
 async def to_the_end(clean_up: Coroutine[object, object, None]) -> None:

@@ -445,13 +445,15 @@ class Given:
         """Returns the names and values of the flags that are on the command line."""
         return {name: self.values[name].value for name in self.names if self.present(name)}
 
-    def defaults_text(self) -> str:
+    def defaults_text(self, unused: Sequence[str] = ()) -> str:
         """Lists on one line the flags whose defaults are in use, so that a printed report states
-        all settings."""
+        all settings. `unused`: flags that other flags replace."""
         left = [
             f"{name}={_plain(self.values[name].value)}"
             for name in self.names
-            if not self.present(name) and self.values[name].value not in (None, "", [])
+            if not self.present(name)
+            and name not in unused
+            and self.values[name].value not in (None, "", [])
         ]
         return f"Left at their defaults: {', '.join(left)}." if left else ""
 

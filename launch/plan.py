@@ -20,7 +20,8 @@ minute or two. If that needs too many requests (--most_requests), nothing is sim
 the table, best first, and a text that compares the modes. --output writes a recipe for `jdisagg
 serve`, `cluster` and `router`. --engine plans for vLLM, SGLang or TensorRT-LLM, for which no recipe
 is written. Exit status 1: the model does not fit or cannot meet the objective, and the message
-gives the reason. docs/planner.md explains the table. Loads neither weights nor JAX."""
+gives the reason. docs/planner.md explains the table. Loads no weights, and JAX only
+for --output."""
 
 import json
 import sys
@@ -32,6 +33,7 @@ from rich.console import Console
 
 from jdisagg.config import Mode
 from jdisagg.errors import ConfigError
+from jdisagg.messages.worker_status import WorkerRole
 from jdisagg.node.commands.plan_output import context_for, plan_fields, plan_recipe, plan_table
 from jdisagg.simulator.planning.bounds import Goal
 from jdisagg.simulator.planning.candidates import Best, Site
@@ -46,6 +48,7 @@ from launch.flags import ESTIMATED_WEIGHTS, define
 from launch.plan_inputs import (
     block_tokens,
     check_choice,
+    defaults_text,
     modes_of,
     planned_workload,
     pools_of,
@@ -110,7 +113,8 @@ def main() -> None:
     spread = on_cores(flags.processes or usable_cores())
 
     def maker_of(site: Site) -> FleetMaker:
-        return FleetMaker(geometry, site, *sizes, block_tokens=block_tokens(flags))
+        blocks, draft = block_tokens(flags), flags.draft or ""
+        return FleetMaker(geometry, site, *sizes, block_tokens=blocks, draft=draft)
 
     with aloud() as told:
 
@@ -126,7 +130,7 @@ def main() -> None:
         print(_needed(plan.rows[0], len(pools) > 1))
     if flags.json:
         fields = plan_fields(plan, geometry, pools, goal)
-        fields["defaults"] = flags.defaults_text()
+        fields["defaults"] = defaults_text(flags)
         Path(flags.json).write_text(json.dumps(fields, indent=1) + "\n")
     if flags.output:
         check_choice(flags, len(plan.rows))
@@ -139,8 +143,20 @@ def main() -> None:
 
 
 def _write(row: Row, maker: FleetMaker, goal: Goal, context_tokens: int) -> None:
+    from launch.fitted_pages import with_fitting_pages  # JAX, which only recipes need
+
     directory = flags.model_directory or (flags.model if Path(flags.model).is_dir() else "")
-    text = plan_recipe(row, maker, goal, directory, context_tokens, flags.output)
+    prefills, decodes = row.site.accelerator, row.site.decodes.accelerator
+    cards = {WorkerRole.PREFILL: prefills, WorkerRole.DECODE: decodes, WorkerRole.MIXED: decodes}
+    text = plan_recipe(
+        row,
+        maker,
+        goal,
+        directory,
+        context_tokens,
+        flags.output,
+        lambda config: with_fitting_pages(config, maker.geometry, cards),
+    )
     Path(flags.output).write_text(text)
     print(f"Row {flags.choose} is written to {flags.output}.")
 
@@ -163,7 +179,7 @@ def _tell(plan: PoolPlan, left_out: int, context_tokens: int) -> None:
     for text in plan.left_out:
         print(text)
     print(plan.verdict)
-    print(flags.defaults_text())
+    print(defaults_text(flags))
 
 
 if __name__ == "__main__":

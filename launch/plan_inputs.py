@@ -44,6 +44,11 @@ def sites_of(flags: Given, pools: Sequence[Site], modes: Sequence[Mode]) -> list
     if flags.between and len(pools) < 2:
         raise ConfigError("--between is the link between pools, and there is one; leave it out")
     if Mode.DISAGGREGATED not in modes:
+        if flags.between:
+            raise ConfigError(
+                f"--between={flags.between} is the link of a hand-off, and --modes has no"
+                " disaggregated; leave one out"
+            )
         return list(pools)
     return [*uses(pools, link(flags.between) if flags.between else None)]
 
@@ -52,11 +57,14 @@ def _pool(text: str) -> tuple[str, int, float | None]:
     name, _, size = text.rpartition(":")
     count, _, price = size.partition("@")
     try:
-        return name, int(count), float(price) if price else None
+        read = name, int(count), float(price) if price else None
     except ValueError:
         raise ConfigError(
             f"--pool={text} must be NAME:COUNT or NAME:COUNT@DOLLARS_PER_HOUR, such as h100:16@2.5"
         ) from None
+    if read[1] < 1:
+        raise ConfigError(f"--pool={text} must have a COUNT of at least 1; leave the pool out")
+    return read
 
 
 def _site(flags: Given, software: Software, hardware: str, count: int, price: float | None) -> Site:
@@ -79,6 +87,12 @@ def check_choice(flags: Given, rows: int) -> None:
     planner's table."""
     if flags.output and rows > 0 and not 1 <= flags.choose <= rows:
         raise ConfigError(f"--choose={flags.choose} must be a row of the table, 1 to {rows}")
+
+
+def defaults_text(flags: Given) -> str:
+    unused = ("accelerators",) if flags.pool else ()
+    of_trace, of_mixture = ("limit",), ("shared_tokens", "hit_rate")
+    return flags.defaults_text((*unused, *(of_mixture if flags.trace else of_trace)))
 
 
 def modes_of(flags: Given) -> list[Mode]:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Literal
 
 from jdisagg.costs.linear_attention import LinearAttention
 from jdisagg.costs.model_geometry import CostGeometry, Experts, GroupedAttention, LatentAttention
+from jdisagg.errors import LayoutError
 from jdisagg.layout.axes import Layout, ModelGeometry
 from jdisagg.layout.kv_spec import KEPT_DTYPES, KVComponent, KVLayer, KVSpec, latent_layer
 from jdisagg.ops.activations import UNGATED, Activation, ExpertGate
@@ -419,10 +420,14 @@ class DecoderConfig:
         )
 
     def check(self, layout: Layout) -> None:
-        """Raises LayoutError if a layout cannot shard the model, or its assistant."""
+        """Raises LayoutError if a layout cannot shard the model, or its separate drafter."""
         layout.check(self.geometry)
-        if self.assistant is not None:
-            replace(layout, ep=1).check(self.assistant.config.geometry)  # it has no experts
+        if (drafter := self.eagle or self.assistant) is None:
+            return
+        try:
+            replace(layout, ep=1).check(drafter.config.geometry)  # it has no experts
+        except LayoutError as error:
+            raise LayoutError(f"the drafter of --draft: {error.message}") from None
 
     def cost_geometry(self, name: str) -> CostGeometry:
         experts = self.experts

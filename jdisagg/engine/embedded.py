@@ -193,7 +193,9 @@ class EmbeddedCluster:
                 "prefix.disk_dir keeps KV for later processes, which know the model by its files,"
                 " and model.directory is empty; set model.directory"
             )
-        fingerprint = model_fingerprint(model.directory, model.dtype, model.weights, model.kv_dtype)
+        fingerprint = model_fingerprint(
+            model.directory, model.dtype, model.weights, model.kv_dtype, model.draft
+        )
         secret = directory_secret(config.prefix.disk_dir)
         return BlockNames.of(config.prefix, secret, f"{fingerprint} {self.kv_spec}")
 

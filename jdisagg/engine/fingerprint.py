@@ -3,13 +3,15 @@ served in the same dtypes.
 
 The fingerprint covers each file's path, size and content. Files above 64 MiB are sampled: their
 first bytes (the header of a safetensors file) and evenly spaced pieces. KV scales are covered only
-if the KV dtype uses them. The Hugging Face and the Orbax form of one model have different
+if the KV dtype uses them, and a drafter in a folder of its own only if its KV is handed over and
+cached. The Hugging Face and the Orbax form of one model have different
 fingerprints, so all workers of a cluster must load the same form."""
 
 import hashlib
 import re
 from pathlib import Path
 
+from jdisagg.engine.drafter_files import keeps_kv
 from jdisagg.errors import CheckpointError
 from jdisagg.layout.kv_spec import KV_SCALES_FILE
 
@@ -23,18 +25,26 @@ _SUM_LINE = re.compile(r"([0-9a-fA-F]{64}) [ *](.+)")
 
 
 def model_fingerprint(
-    directory: str | Path, dtype: str, weights: str = "", kv_dtype: str = ""
+    directory: str | Path, dtype: str, weights: str = "", kv_dtype: str = "", draft: str = ""
 ) -> str:
-    """Returns the fingerprint as 32 hexadecimal digits."""
-    root = Path(directory)
+    """Returns the fingerprint as 32 hexadecimal digits. `draft` is the folder of a separate
+    drafter, or empty."""
     kinds = (
         dtype + (f" weights={weights}" if weights else "") + (f" kv={kv_dtype}" * bool(kv_dtype))
     )
     digest = hashlib.sha256(kinds.encode())
+    _add_files(digest, Path(directory), scales=bool(kv_dtype))
+    if draft and keeps_kv(draft):
+        digest.update(b"\ndraft")
+        _add_files(digest, Path(draft), scales=False)
+    return digest.hexdigest()[:32]
+
+
+def _add_files(digest: "hashlib._Hash", root: Path, *, scales: bool) -> None:
     for path in sorted(path for path in root.rglob("*") if path.is_file()):
         if _ignored(path.relative_to(root)):
             continue
-        if path == root / KV_SCALES_FILE and not kv_dtype:
+        if path == root / KV_SCALES_FILE and not scales:
             continue
         size = path.stat().st_size
         digest.update(f"\n{path.relative_to(root).as_posix()} {size}\n".encode())
@@ -46,7 +56,6 @@ def model_fingerprint(
             for sample in range(_SAMPLES):
                 file.seek(_FIRST_BYTES + (size - _FIRST_BYTES) * sample // _SAMPLES)
                 digest.update(file.read(_SAMPLE_BYTES))
-    return digest.hexdigest()[:32]
 
 
 def _ignored(path: Path) -> bool:

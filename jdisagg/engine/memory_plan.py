@@ -5,7 +5,6 @@ or as many as fit. If the context length is not configured, it is reduced until 
 sequence fit. If even this is impossible, an error lists all parts of the plan. Only
 `device_memory`, `host_room` and `check_host_cache` read the machine's state."""
 
-import json
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -28,6 +27,7 @@ from jdisagg.costs.hardware import accelerator
 from jdisagg.costs.layout_fit import check_layout
 from jdisagg.costs.model_geometry import CostGeometry, LatentAttention, dtype_bytes
 from jdisagg.engine.adapter_memory import adapter_bytes
+from jdisagg.engine.drafter_files import keeps_kv
 from jdisagg.engine.host_memory import host_memory
 from jdisagg.engine.limits import (
     SAMPLES_PER_CHUNK,
@@ -356,7 +356,7 @@ def bytes_per_device(
     layer = drafts_with_layer(instance.speculate, platform, instance.layout.pp)
     if draft and loads_drafter(instance.speculate, instance.layout.pp):
         added = sum(path.stat().st_size for path in Path(draft).glob("*.safetensors"))
-        drafting = int(not _is_assistant(Path(draft)))
+        drafting = int(keeps_kv(draft))
     elif geometry.next_token_layers and layer:
         experts = geometry.expert_layers + (geometry.experts is not None)
         geometry = replace(geometry, layers=geometry.layers + 1, expert_layers=experts)
@@ -374,15 +374,6 @@ def bytes_per_device(
         round(kv * geometry.windowed_part),
         slots * longest // geometry.layers if instance.layout.pp > 1 else slots,
     )
-
-
-def _is_assistant(draft: Path) -> bool:
-    """Whether the drafter reads the model's KV and has none."""
-    try:
-        fields = json.loads((draft / "config.json").read_text())
-    except (OSError, ValueError):
-        return False  # reported when it is loaded
-    return isinstance(fields, dict) and str(fields.get("model_type")).endswith("_assistant")
 
 
 def _longest_stage(geometry: CostGeometry, instance: InstanceConfig, costs: CostModel) -> int:

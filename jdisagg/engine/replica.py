@@ -231,6 +231,7 @@ def mesh_role(host: WorkerHost) -> MeshRole:
         codec=instance.codec if decodes and (host.migrates or not prefills) else "none",
         extracts=host.migrates if decodes else bool(prefix.reuse),
         host_tokens=prefix.host_tokens(instance.page_size),
+        tails=decodes and prefix.grid_tokens is None,
         disk=prefix.disk_dir,
         peer_tokens=host.fetched_tokens,
     )

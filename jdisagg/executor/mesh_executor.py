@@ -96,6 +96,7 @@ class MeshRole:
             sequences, or of the prefix cache.
         host_tokens: Number of tokens in the longest cached block in host memory. 0 without a prefix
             cache in host memory.
+        tails: Whether host memory also has blocks of fewer tokens (`scheduler/tails.py`).
         disk: Directory of the prefix cache on disk. "" without a prefix cache on disk.
         peer_tokens: Number of tokens in the longest block that the mesh fetches from other workers'
             prefix caches. 0 if it fetches none.
@@ -107,6 +108,7 @@ class MeshRole:
     codec: str = "none"
     extracts: bool = False
     host_tokens: int = 0
+    tails: bool = False
     disk: str = ""
     peer_tokens: int = 0
 

@@ -15,7 +15,7 @@ class ModelCard(Message, frozen=True):
     """The model that a worker serves.
 
     Attributes:
-        fingerprint: Hash of the weights, their dtype and the KV geometry.
+        fingerprint: Hash of the files of the model and of its EAGLE head, and of their dtypes.
         geometry: Sizes of the model, from which the router predicts times. None if the router does
             not predict times.
     """

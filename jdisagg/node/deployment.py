@@ -203,7 +203,9 @@ class Deployment:
             prefill_layout=config.prefill.layout if config.mode is Mode.DISAGGREGATED else None,
             decode_layout=config.decode.layout,
             kv_bytes_per_token=self.cluster.kv_spec.bytes_per_token,
-            version=model_fingerprint(model.directory, kept.dtype, kept.weights, kept.kv_dtype),
+            version=model_fingerprint(
+                model.directory, kept.dtype, kept.weights, kept.kv_dtype, kept.draft
+            ),
             sampling=self.tokenizer.sampling_defaults,
         )
 

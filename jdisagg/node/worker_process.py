@@ -83,7 +83,7 @@ async def run_worker(
     state = WorkerProcessState(
         replace(process, worker=config),
         source,
-        model_fingerprint(model.directory, model.dtype, model.weights, model.kv_dtype),
+        model_fingerprint(model.directory, model.dtype, model.weights, model.kv_dtype, model.draft),
         find_accelerator(instance.hardware) if instance.hardware else None,
         observer,
         clock,

@@ -13,7 +13,6 @@ page stays free for each sequence that may still need some. One whose KV is sent
 own positions alone."""
 
 import bisect
-from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from collections.abc import Sequence as Sized
 from dataclasses import dataclass, field
@@ -75,8 +74,8 @@ class Admitted:
     Attributes:
         prompts: Prompts that have pages now.
         groups: The sequences of those that are decoded here.
-        yielded: Number of sequences that lost their pages to them.
-        copies: Copies of recurrent state from which prompts continue, to be issued in this order.
+        yielded: Number of sequences that gave way to requests of higher priority.
+        copies: Copies of recurrent state, to be issued in this order before the next command.
     """
 
     prompts: list[Prompt] = field(default_factory=list)
@@ -107,9 +106,6 @@ class Admission:
         self._ahead = sequences_ahead(state.limits.slots_per_rank, ahead_sequences)
         self._idle: list[Prompt] = []  # prompts to send that may still be put back
         self.queue: list[Prompt] = []
-
-    def priorities(self) -> dict[int, int]:
-        return Counter([waiting.priority for waiting in self.queue])
 
     def check(
         self,
@@ -148,7 +144,7 @@ class Admission:
                 f" {limits.context_tokens}: shorten it"
             )
         self._check_samples(children)
-        most = prompt + request.most_tokens(limits.context_tokens) - 1
+        most = self._limit(request)
         capacity = limits.pages_per_rank * limits.page_size
         if most > capacity:
             raise InvalidRequestError(
@@ -235,10 +231,12 @@ class Admission:
 
     # ---- pages for those that wait
 
-    def admit(self, lease_until: float, stalled: Collection[str] = ()) -> Admitted:
+    def admit(
+        self, lease_until: float, stalled: Collection[str] = (), to: Admitted | None = None
+    ) -> Admitted:
         """Gives pages to prompts from the start of the queue, as long as there is room or others
-        give way. A group has the key of its prompt."""
-        admitted, blocked = Admitted(), False
+        give way. A group has the key of its prompt. The outcome is added to `to`, if given."""
+        admitted, blocked = to or Admitted(), False
         self._idle = [one for one in self.prompts.queued if not (one.begun or one.decodes)]
         for prompt in tuple(self._idle) if stalled else ():
             if prompt.destination in stalled:
@@ -424,12 +422,12 @@ class Admission:
     def _covered(self, waiting: Prompt, known: int, growth_tokens: int) -> int:
         if not growth_tokens:
             return known
-        limit = (
-            len(waiting.request.prompt_token_ids)
-            + waiting.request.most_tokens(self._state.limits.context_tokens)
-            - 1
-        )
-        return max(known, min(limit, known + growth_tokens))
+        return max(known, min(self._limit(waiting.request), known + growth_tokens))
+
+    def _limit(self, request: Request) -> int:
+        """Returns the number of positions for which a request may need KV."""
+        most = request.most_tokens(self._state.limits.context_tokens)
+        return len(request.prompt_token_ids) + most - 1
 
     # ---- what an admitted prompt gets
 
@@ -482,7 +480,6 @@ class Admission:
     ) -> SequenceGroup:
         rank, cached = place
         size, ledger = self._state.limits.page_size, self._state.ledgers[rank]
-        context = self._state.limits.context_tokens
         handoff = Handoff(waiting.key, HandoffState.RESERVED, lease_until)
         group = SequenceGroup(
             waiting.key,
@@ -491,7 +488,6 @@ class Admission:
             rank,
             waiting.arrival,
             handoff,
-            context,
             until=lease_until,
         )
         known = waiting.tokens
@@ -509,17 +505,8 @@ class Admission:
         states = self._state.states
         states.take(rank, group.key)
         for number, child in enumerate(waiting.children):
-            limit = group.prompt_tokens + waiting.request.most_tokens(context) - 1
-            accepted = len(child.accepted)
-            sequence = Sequence(
-                self._state.new_key(),
-                child.index,
-                group,
-                list(child.accepted),
-                accepted,
-                limit,
-                told=accepted,
-            )
+            key, accepted = self._state.new_key(), list(child.accepted)
+            sequence = Sequence(key, child.index, group, accepted, self._limit(waiting.request))
             ledger.share(group.key, sequence.key, prompt_pages)
             if number:
                 states.take(rank, sequence.key)

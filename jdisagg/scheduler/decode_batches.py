@@ -9,9 +9,6 @@ sequence first. If no page is free, the youngest sequence of the lowest priority
 Invariants: a slot has at most one sequence; a sequence is decoded only up to its limit and within
 its pages; tokens of a child are accepted once, in order."""
 
-from collections.abc import Callable
-
-from jdisagg.config import InstanceConfig
 from jdisagg.messages.step_commands import (
     BROKEN_TOKEN,
     NO_TOKEN,
@@ -59,34 +56,12 @@ class DecodeBatches:
         self._steps = steps_per_dispatch
         self._stream_tokens = stream_tokens
         self._spans = spans
-        self._speculation = None if spans else speculation
+        self.speculation = None if spans else speculation
         self._issued: dict[int, list[list[_Issued]]] = {}
         # variant and number of steps of each command in flight
         self._kinds: dict[int, tuple[StepKind, int]] = {}
         self._snapshots: list[tuple[int, int, int]] = []
         self.forced_tokens = 0  # tokens forced by grammars that needed no step of their own
-
-    @classmethod
-    def of(
-        cls, state: DecodeState, config: InstanceConfig, spans: bool, clock: Callable[[], float]
-    ) -> "DecodeBatches":
-        """`clock` returns the CPU seconds of the calling thread."""
-        return cls(
-            state,
-            config.growth_tokens,
-            config.steps_per_dispatch,
-            config.stream_tokens,
-            spans,
-            Speculation.of(state.limits, clock),
-        )
-
-    def take_drafts(self) -> list[tuple[str, int, int]]:
-        """Returns one (source, number of drafts verified, number accepted) for the time since the
-        last call. Returns an empty list if no drafts were verified."""
-        if self._speculation is None:
-            return []
-        drafted, accepted = self._speculation.take()
-        return [(self._speculation.source, drafted, accepted)] if drafted else []
 
     def ready(
         self, group: SequenceGroup, firsts: tuple[SampledToken, ...], step: int, deadline: float
@@ -135,11 +110,8 @@ class DecodeBatches:
             return False
         self._state.advance(group, HandoffEvent.ALL_INSERTED, deadline)
         self._state.advance(group, HandoffEvent.ADMIT, deadline)
-        child.generated, child.accepted, child.told = (
-            list(generated),
-            len(generated),
-            len(generated),
-        )
+        child.generated = list(generated)
+        child.accepted = child.told = len(generated)
         self._state.become_ready(child)
         self._state.release_root(group)
         return True
@@ -230,9 +202,9 @@ class DecodeBatches:
             child.group.request.sampling.grammar is not None for rank in active for child in rank
         )
         planned: dict[tuple[int, int], Planned] = {}
-        if self._speculation is not None and drafts and not self._speculation.rests():
-            kind = self._speculation.kind(active, masked)
-            planned = self._speculation.plan(active, kind)
+        if self.speculation is not None and drafts and not self.speculation.rests():
+            kind = self.speculation.kind(active, masked)
+            planned = self.speculation.plan(active, kind)
             steps = 1 if planned else steps
             self._kinds[step] = kind, steps
         self._issued[step] = [
@@ -309,14 +281,14 @@ class DecodeBatches:
                 if count != due:
                     assert (
                         (self._spans and count < due)
-                        or self._speculation
+                        or self.speculation
                         or child.group.request.sampling.grammar is not None
                     ), f"step {result.step}: {count} tokens came back, {due} were due"
                     child.issued_position += count - due
                     if drafts is None and count > due:
                         self.forced_tokens += count - due
-                if drafts is not None and self._speculation is not None:
-                    self._speculation.verified(child, drafts, count - due)
+                if drafts is not None and self.speculation is not None:
+                    self.speculation.verified(child, drafts, count - due)
                 generated = child.generated
                 if len(generated) + count < child.uneventful:
                     generated.extend(kept)
@@ -325,16 +297,17 @@ class DecodeBatches:
                     self._accept(
                         child, kept, tuple([entry for entry in logprobs if entry is not None])
                     )
-        if self._speculation is not None and result.step in self._kinds:
+        if self.speculation is not None and result.step in self._kinds:
             kind, steps = self._kinds.pop(result.step)
-            self._speculation.took(kind, seconds / steps, drafted, sum(map(len, issued)))
+            self.speculation.took(kind, seconds / steps, drafted, sum(map(len, issued)))
         return broken
 
     def _accept(
         self, child: Sequence, tokens: tuple[int, ...], logprobs: tuple[TokenLogprobs, ...]
     ) -> None:
         first, request = len(child.generated), child.group.request
-        kept, finish = request.end_among(first, tokens, child.group.context_tokens)
+        context = self._state.limits.context_tokens
+        kept, finish = request.end_among(first, tokens, context)
         child.generated += tokens[:kept]
         if logprobs:
             child.held_logprobs += logprobs[:kept]
@@ -343,9 +316,8 @@ class DecodeBatches:
         if first == child.accepted or first + kept - child.told >= self._stream_tokens:
             self._state.news.append(self._state.untold(child))
         if not request.stop_ids and request.sampling.logprobs is None:
-            child.uneventful = min(
-                request.most_tokens(child.group.context_tokens), child.told + self._stream_tokens
-            )
+            told_at = child.told + self._stream_tokens
+            child.uneventful = min(request.most_tokens(context), told_at)
 
     def _grow_running(self, steps: int) -> list[SlotGrow]:
         grows: list[SlotGrow] = []

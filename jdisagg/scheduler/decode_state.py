@@ -10,6 +10,7 @@ free."""
 
 import bisect
 from collections import Counter
+from dataclasses import replace
 
 from jdisagg.request import FinishReason
 from jdisagg.scheduler.executor import MeshLimits
@@ -106,7 +107,7 @@ class DecodeState:
         self.ready.remove(child)
         self.slots[child.rank][slot] = child
         child.slot, child.stage = slot, Stage.RUNNING
-        bisect.insort(self.running[child.rank], child, key=_slot)
+        bisect.insort(self.running[child.rank], child, key=lambda one: one.slot)
         self._count_masked(child, 1)
 
     def _count_masked(self, child: Sequence, change: int) -> None:
@@ -207,19 +208,8 @@ class DecodeState:
         child.stage = Stage.ENDED
         self.preemptions += preempted
         last = self.untold(child)
-        self.news.append(
-            ChildProgress(
-                last.group_key,
-                last.child,
-                last.first_index,
-                last.token_ids,
-                last.logprobs,
-                finish,
-                preempted,
-                moved,
-                yielded,
-            )
-        )
+        last = replace(last, finish=finish, preempted=preempted, moved=moved, yielded=yielded)
+        self.news.append(last)
         if not child.group.alive:
             self._forget(child.group)
 
@@ -252,7 +242,11 @@ class DecodeState:
     def _tail_to_keep(self, child: Sequence, chain: Chain) -> Tail | None:
         if not self._cacheable(child) or not self.continues:
             return None
-        return self.residency.tail(child.group.request, chain, child.position, child.generated)
+        kept, request = self.residency, child.group.request
+        tail = kept.tail(request, chain, child.position, child.generated)
+        if tail is not None:
+            kept.sessions.noted_tail(request, tail.name)
+        return tail
 
     def _cacheable(self, child: Sequence) -> bool:
         """Whether the pages of a child have KV of the present weights."""
@@ -260,13 +254,10 @@ class DecodeState:
         return self.residency.on and child.stage is not Stage.RESERVED and current
 
     def untold(self, child: Sequence) -> ChildProgress:
-        first, tokens, logprobs = (
-            child.told,
-            tuple(child.generated[child.told :]),
-            tuple(child.held_logprobs),
-        )
+        first, logprobs = child.told, tuple(child.held_logprobs)
         child.told = len(child.generated)
         child.held_logprobs.clear()
+        tokens = tuple(child.generated[first:])
         return ChildProgress(child.group.key, child.child, first, tokens, logprobs)
 
     def end_group(
@@ -308,7 +299,7 @@ class DecodeState:
                     if group.rank == needy.rank
                     for child in group.alive
                 ),
-                key=_precedence,
+                key=lambda child: child.precedence,
             )
             if victim.stage is Stage.RESERVED:
                 self.end_group(victim.group, preempted=True)
@@ -331,11 +322,3 @@ class DecodeState:
         decoding = group.handoff.state is HandoffState.DECODING
         event = HandoffEvent.FREE if decoding else HandoffEvent.ABORT
         self.advance(group, event, group.handoff.deadline)
-
-
-def _precedence(child: Sequence) -> tuple[int, float, int, int]:
-    return child.precedence
-
-
-def _slot(child: Sequence) -> int:
-    return child.slot

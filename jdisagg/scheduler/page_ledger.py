@@ -44,10 +44,6 @@ class PageLedger:
         """Number of pages without owner, including idle (cached) pages."""
         return len(self._free) + len(self._idle) if self._kept else len(self._free)
 
-    @property
-    def idle_pages(self) -> int:
-        return len(self._idle)
-
     def idle(self) -> Iterator[int]:
         """Iterates over cached pages without owner, in the order in which they will be reused."""
         return iter(self._idle)

@@ -90,39 +90,34 @@ def snapshots_of(limits: MeshLimits, windows: Sequence[WindowPages] = ()) -> Seq
 
 class StateSlots:
     def __init__(self, limits: MeshLimits) -> None:
-        self._each = int(limits.kv_spec.has_state or limits.ring_pages > 0)
         self._ledgers = [PageLedger(limits.state_slots_per_rank) for _ in range(limits.ranks)]
-        self._totals = tuple([ledger.total_pages for ledger in self._ledgers])
-        self.on = self._each > 0
+        self.by_rank = (limits.state_slots_per_rank,) * limits.ranks
+        self.on = limits.kv_spec.has_state or limits.ring_pages > 0
 
     def free_slots(self, rank: int) -> int:
         return self._ledgers[rank].free_pages
 
     def free_by_rank(self) -> tuple[int, ...]:
-        if not self._each:
-            return self._totals
+        if not self.on:
+            return self.by_rank
         return tuple([ledger.free_pages for ledger in self._ledgers])
-
-    def total_by_rank(self) -> tuple[int, ...]:
-        return self._totals
 
     def take(self, rank: int, owner: int) -> None:
         """Assigns a slot to an owner. The caller must have checked that a slot is free."""
-        if not self._each:
-            return
-        taken = self._ledgers[rank].reserve(owner, self._each)
-        assert taken is not None, "room was checked"
+        if self.on:
+            taken = self._ledgers[rank].reserve(owner, 1)
+            assert taken is not None, "room was checked"
 
     def share(self, rank: int, owner: int, new_owner: int) -> None:
-        if self._each:
-            self._ledgers[rank].share(owner, new_owner, self._each)
+        if self.on:
+            self._ledgers[rank].share(owner, new_owner, 1)
 
     def free(self, rank: int, owner: int) -> None:
-        if self._each:
+        if self.on:
             self._ledgers[rank].free(owner)
 
     def slot(self, rank: int, owner: int) -> int:
-        return self._ledgers[rank].pages(owner)[0] if self._each else 0
+        return self._ledgers[rank].pages(owner)[0] if self.on else 0
 
 
 class AdapterTable:

@@ -256,9 +256,6 @@ class Prompts:
                 prompt.request, prompt.useful, prompt.tokens - 1, prompt.children[0].accepted
             )
 
-    def __getitem__(self, key: int) -> Prompt:
-        return self._prompts[key]
-
     def look_up(self, prompt: Prompt) -> None:
         if prompt.useful:
             kept, ranks = self._kept, range(self._limits.ranks)
@@ -344,7 +341,7 @@ class Prompts:
     @property
     def queued(self) -> list[Prompt]:
         """The prompts that are queued for chunks."""
-        return [one for queue in self._batches.queues for one in queue]
+        return list(self._batches)
 
     def stall_those_to(self, destinations: Collection[str]) -> set[int]:
         """Lets no prompt wait for prompts to these destinations. Returns their keys."""
@@ -437,8 +434,7 @@ class Prompts:
         chain = prompt.chain[: tokens // kept.block_tokens]
         if self._shares and prompt.epoch == kept.epoch:
             kept.keep(prompt.rank, prompt.key, chain)
-            if kept.snapshots:
-                kept.settle_snapshots(prompt.rank, prompt.key, chain)
+            kept.settle_snapshots(prompt.rank, prompt.key, chain, goes_on=True)
         self._release(self._shared.reached(prompt.key, len(chain)))
 
     def computed(self, chunk: PrefillChunk, result: PrefillResult, seconds: float) -> None:

@@ -14,7 +14,6 @@ Invariants (each is a test of the same name in tests/scheduler/test_residency.py
 - namespaces_never_meet
 """
 
-import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
@@ -51,17 +50,17 @@ class ResidencyTree:
 
     def __init__(
         self,
+        rank: int,
         ledger: PageLedger,
         block_pages: int,
-        log: KeptLog,
-        evicted: Callable[[bytes, int, tuple[int, ...], bool, int], None],
-        changed: Callable[[bytes, bool], None],  # (name, whether it was added)
+        evicted: Callable[[Evicted], None],
+        changed: Callable[[int, bytes, bool], None],  # (rank, name, whether it was added)
         snapshots: Snapshots | None,
         retained: Retained,
     ) -> None:
+        self._rank = rank
         self._ledger = ledger
         self._block_pages = block_pages
-        self._log = log
         self._blocks: dict[bytes, tuple[int, ...]] = {}
         self._indices: dict[bytes, int] = {}  # in their sequences
         self._names: dict[int, bytes] = {}
@@ -126,8 +125,7 @@ class ResidencyTree:
                 self._names[page] = name
             self._blocks[name] = block
             self._indices[name] = index
-            self._log.gained(name)
-            self._changed(name, True)
+            self._changed(self._rank, name, True)
 
     def let_go(
         self,
@@ -207,7 +205,8 @@ class ResidencyTree:
         pages, index = self._blocks.pop(name), self._indices.pop(name)
         if self.snapshots is not None:
             self.snapshots.drop(name)
-        self._evicted(name, index, pages, name in self._awaited, self._tails.get(name, 0))
+        awaited, tail = name in self._awaited, self._tails.get(name, 0)
+        self._evicted(Evicted(self._rank, name, index, pages, awaited, tail))
         self._awaited.discard(name)
         others = tuple(other for other in pages if other != page)
         for other in others:
@@ -218,8 +217,7 @@ class ResidencyTree:
 
     def _lost(self, name: bytes) -> None:
         if not self._tails.pop(name, 0):
-            self._log.lost(name)
-            self._changed(name, False)
+            self._changed(self._rank, name, False)
 
 
 class Residency:
@@ -231,6 +229,8 @@ class Residency:
 
     Attributes:
         evicted: What `take_evicted` returns next.
+        closed_until: Time until which no cached block is sent to other workers or fetched from
+            them. While a reset of all workers runs, some still hold blocks that others dropped.
     """
 
     def __init__(
@@ -250,31 +250,31 @@ class Residency:
         self.tails = Tails()
         self.sessions = SessionBlocks(self.log.__contains__)
         self.snapshots: tuple[Snapshots, ...] = tuple(snapshots) if names else ()
-        self._trees = [self._tree(rank) for rank in range(len(ledgers))] if names else []
+        self.trees = [self._tree(rank) for rank in range(len(ledgers))] if names else []
         self.cut_tokens = names.cut_tokens if names else None
         self._events: KeptEvents | None = None
         self.evicted: list[Evicted] = []
         self._guests = 0
         self._holds: dict[int, int] = {}  # ranks of the owners that `hold` made, newest last
+        self.closed_until = 0.0
         self.epoch = 0  # counts clears; pages filled in an earlier epoch are not cached
 
     def _tree(self, rank: int) -> ResidencyTree:
         return ResidencyTree(
+            rank,
             self._ledgers[rank],
             self.block_tokens // self._page_size,
-            self.log,
-            functools.partial(self._evicted, rank),
-            functools.partial(self._changed, rank),
+            lambda one: self.evicted.append(one),
+            self._changed,
             self.snapshots[rank] if self.snapshots else None,
             self.retained,
         )
 
-    def _evicted(
-        self, rank: int, name: bytes, index: int, pages: tuple[int, ...], awaited: bool, tail: int
-    ) -> None:
-        self.evicted.append(Evicted(rank, name, index, pages, awaited, tail))
-
     def _changed(self, rank: int, name: bytes, added: bool) -> None:
+        if added:
+            self.log.gained(name)
+        else:
+            self.log.lost(name)
         if self._events is not None:
             self._events.changed(rank, name, added)
 
@@ -300,7 +300,7 @@ class Residency:
         return self._names.digest(purpose, *parts)
 
     def pages(self, rank: int, name: bytes) -> tuple[int, ...]:
-        tree = self._trees[rank]
+        tree = self.trees[rank]
         return tree.pages((name,)) if name in tree else ()
 
     def demote(self, rank: int, name: bytes) -> None:
@@ -313,16 +313,12 @@ class Residency:
             ledger.promote(self.pages(rank, name))
 
     @property
-    def trees(self) -> Sequence[ResidencyTree]:
-        return self._trees
-
-    @property
     def blocks(self) -> int:
-        return sum([len(tree) for tree in self._trees])
+        return sum([len(tree) for tree in self.trees])
 
     @property
     def evicted_blocks(self) -> int:
-        return sum([tree.evicted_blocks for tree in self._trees])
+        return sum([tree.evicted_blocks for tree in self.trees])
 
     def guest(self) -> int:
         """Returns a new owner for temporary use of pages. It is a negative number, because keys of
@@ -335,7 +331,7 @@ class Residency:
         pages. Returns their temporary owner and their pages."""
         owner = self.guest()
         self._holds[owner] = rank
-        return owner, self._trees[rank].adopt(owner, chain)
+        return owner, self.trees[rank].adopt(owner, chain)
 
     def release(self, owner: int) -> None:
         """Releases the pages of an owner that `hold` made. Idempotent."""
@@ -360,11 +356,11 @@ class Residency:
         """Starts the collection of events about cached blocks, for routers of other projects.
         Returns None if the cache is off."""
         if self.on:
-            self._events = KeptEvents(len(self._trees), self.block_tokens, pending)
+            self._events = KeptEvents(len(self.trees), self.block_tokens, pending)
         return self._events
 
     def match(self, rank: int, chain: Chain) -> int:
-        return self._trees[rank].match(chain) if chain else 0
+        return self.trees[rank].match(chain) if chain else 0
 
     def chain(self, request: Request, tokens: Sequence[int], known: Chain = ()) -> Chain:
         if self._names is None:
@@ -402,7 +398,7 @@ class Residency:
         can start. If the model needs snapshots, such a position has one."""
         if not chain:
             return 0
-        known = min(most, self._trees[rank].match(chain) * self.block_tokens)
+        known = min(most, self.trees[rank].match(chain) * self.block_tokens)
         tokens = self.usable_tokens(known, to_compute)
         if to_compute and self.snapshots:
             snapshots, step = self.snapshots[rank], self.snapshot_tokens
@@ -417,7 +413,7 @@ class Residency:
         return tokens // multiple * multiple
 
     def held_pages(self, rank: int, chain: Chain, tokens: int) -> int:
-        return self._trees[rank].held_pages(self._first(chain, tokens)) if tokens else 0
+        return self.trees[rank].held_pages(self._first(chain, tokens)) if tokens else 0
 
     def reserve(
         self, rank: int, owner: int, chain: Chain, tokens: int, pages: int, tail: bytes = b""
@@ -428,7 +424,7 @@ class Residency:
         ledger = self._ledgers[rank]
         if not tokens and not tail:
             return ledger.reserve(owner, pages)
-        tree, known = self._trees[rank], self._first(chain, tokens)
+        tree, known = self.trees[rank], self._first(chain, tokens)
         if pages - tree.held_pages(known) > ledger.free_pages:
             return None
         if tail in tree:
@@ -441,7 +437,7 @@ class Residency:
         """Caches the blocks of `chain` while `owner` still holds the pages. Commands that were
         already issued write the KV of the blocks to the owner's first pages."""
         if chain:
-            self._trees[rank].keep(owner, chain)
+            self.trees[rank].keep(owner, chain)
 
     def let_go(
         self,
@@ -455,11 +451,10 @@ class Residency:
             self.tails.add(tail)
         if chain or tail is not None:
             tail_pages = pages_for(tail.tokens, self._page_size) if tail else 0
-            self._trees[rank].let_go(owner, chain, awaited, tail, tail_pages)
+            self.trees[rank].let_go(owner, chain, awaited, tail, tail_pages)
         else:
             self._ledgers[rank].free(owner)
-        if self.snapshots:
-            self._settle(rank, owner, chain)
+        self.settle_snapshots(rank, owner, chain)
 
     # ---- snapshots, of models that need them
 
@@ -475,15 +470,12 @@ class Residency:
         issued immediately."""
         return self.snapshots[rank].use(self._name_at(chain, tokens))
 
-    def begin_restore(self, rank: int, owner: int, tokens: int) -> tuple[int, ...] | None:
-        return self.snapshots[rank].begin_restore(owner, tokens)
-
     def wanted_snapshots(
         self, rank: int, chain: Chain, tokens: int, cached_tokens: int
     ) -> tuple[int, ...]:
         if not self.snapshots or not chain:
             return ()
-        matched = self._trees[rank].match(chain) * self.block_tokens
+        matched = self.trees[rank].match(chain) * self.block_tokens
         found = wanted_snapshots(tokens, cached_tokens, matched, self.snapshot_tokens)
         return tuple([at for at in found if self._name_at(chain, at) not in self.snapshots[rank]])
 
@@ -496,41 +488,42 @@ class Residency:
         if self.snapshots:
             self.snapshots[rank].begin_all(owner, cached, tokens, self.snapshot_tokens)
 
-    def settle_snapshots(self, rank: int, owner: int, chain: Chain) -> None:
-        self._settle(rank, owner, chain, len(chain) * self.block_tokens)
-
-    def forget_snapshots(self, rank: int, owner: int) -> None:
-        if self.snapshots:
-            self._settle(rank, owner, ())
-
     def release_root(self, rank: int, owner: int, heir: int | None) -> None:
         """Releases the pages of `owner`, which the sequences of a group share. The snapshots of
         `owner` then belong to the sequence `heir`. If `heir` is None, they are dropped."""
         self._ledgers[rank].free(owner)
         if self.snapshots and heir is not None:
             self.snapshots[rank].pass_on(owner, heir)
-        elif self.snapshots:
-            self._settle(rank, owner, ())
+        else:
+            self.settle_snapshots(rank, owner)
 
-    def _settle(self, rank: int, owner: int, chain: Chain, most: int | None = None) -> None:
-        tree, size = self._trees[rank], self.block_tokens
+    def settle_snapshots(
+        self, rank: int, owner: int, chain: Chain = (), goes_on: bool = False
+    ) -> None:
+        """Caches the snapshots of `owner` at the ends of blocks of `chain`. Drops its others, if
+        it does not go on after the chain."""
+        if not self.snapshots:
+            return
+        tree, size = self.trees[rank], self.block_tokens
 
         def name_at(tokens: int) -> bytes | None:
             known = tokens <= len(chain) * size and chain[tokens // size - 1] in tree
             return self._name_at(chain, tokens) if known else None
 
+        most = len(chain) * size if goes_on else None
         self.snapshots[rank].settle(owner, name_at, most)
 
     def _name_at(self, chain: Chain, tokens: int) -> bytes:
         return chain[tokens // self.block_tokens - 1]
 
-    def clear(self, rank: int | None = None) -> int:
+    def clear(self, rank: int | None = None, closed_until: float = 0.0) -> int:
         """Drops all blocks of a rank, or of all ranks if `rank` is None, and returns their number.
         Sequences keep their pages. Sequences from an earlier `epoch` must pass an empty chain to
         `let_go`, so that their blocks are not cached."""
         self.epoch += 1
+        self.closed_until = max(self.closed_until, closed_until)
         self.evicted = [one for one in self.evicted if rank not in (None, one.rank)]
-        trees = self._trees if rank is None else self._trees[rank : rank + 1]
+        trees = self.trees if rank is None else self.trees[rank : rank + 1]
         blocks = sum([tree.clear() for tree in trees])
         if rank is None:
             self.log.cleared()
@@ -542,8 +535,10 @@ class Residency:
 
     def drop(self, names: AbstractSet[bytes]) -> None:
         """Drops these blocks with their retention. No tier copies them."""
-        for tree in self._trees:
+        for tree in self.trees:
             tree.drop(names)
+        for name in names:
+            self.tails.forget(name)
         for of_rank in self.snapshots:
             of_rank.take_evicted()
         self.evicted = [one for one in self.evicted if one.name not in names]

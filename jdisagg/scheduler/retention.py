@@ -295,6 +295,13 @@ class SessionBlocks:
         while len(self._sessions) > 1 and self._too_many:
             self.drop(next(iter(self._sessions)))
 
+    def noted_tail(self, request: Request, name: bytes) -> None:
+        """Notes a block that no other request uses, and that is in no chain."""
+        key = request.tenant, request.cache_scope, request.hints.session if request.hints else ""
+        if (session := self._sessions.get(key)) is not None:
+            self._owners[name] = session
+            session.own.add(name)
+
     @property
     def _too_many(self) -> bool:
         blocks = max(len(self._owners), self._in_chains)

@@ -87,14 +87,12 @@ class Sequence:
     child: int
     group: "SequenceGroup"
     generated: list[int]
-    accepted: int
     limit: int
     stage: Stage = Stage.RESERVED
     frozen: bool = False
     slot: int = -1
     issued_position: int = 0
     issued_limit: int = 0
-    told: int = 0
     held_logprobs: list[TokenLogprobs] = field(default_factory=list)
     ngrams: NgramSearch | None = None
     acceptance: list[Acceptance] = field(default_factory=list)
@@ -105,9 +103,12 @@ class Sequence:
     # while there are fewer generated tokens than this, no token ends the sequence or is reported
     uneventful: int = 0
     rank: int = field(init=False)
+    accepted: int = field(init=False)
+    told: int = field(init=False)
 
     def __post_init__(self) -> None:
         self.rank = self.group.rank
+        self.accepted = self.told = len(self.generated)
 
     @property
     def position(self) -> int:
@@ -159,7 +160,6 @@ class SequenceGroup:
     rank: int
     arrival: float
     handoff: Handoff
-    context_tokens: int
     until: float
     children: list[Sequence] = field(default_factory=list)
     copies: list[tuple[int, int, int]] = field(default_factory=list)

@@ -119,7 +119,6 @@ class Speculation:
         self._worth: dict[StepKind, DraftWorth] = {}
         self._overall = self._unmeasured()
         self.drafted = self.accepted = 0
-        self._taken = (0, 0)
         # For the step whose result is being read: the expected and the accepted number of drafts,
         # and the share of time per token that drafts saved, summed over sequences.
         self._expected, self._came, self._relief = 0.0, 0, 0.0
@@ -292,10 +291,6 @@ class Speculation:
             tries = min(accepted + 1, count)
             child.acceptance[planned.kind].add(accepted, tries)
             self._overall[planned.kind].add(accepted, tries, OVERALL_FADE)
-
-    def take(self) -> tuple[int, int]:
-        (drafted, accepted), self._taken = self._taken, (self.drafted, self.accepted)
-        return self.drafted - drafted, self.accepted - accepted
 
     def took(self, kind: StepKind, seconds: float, drafts: bool, sequences: int) -> None:
         """`verified` must have been called for all drafts of the step."""

@@ -16,7 +16,7 @@ takes a turn after each event, also while enough commands are in flight, so that
 a step to end. It then carries the turn out: copies are issued before the command."""
 
 import enum
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -25,11 +25,12 @@ import msgspec
 from jdisagg.config import InstanceConfig
 from jdisagg.messages.step_commands import DecodeSteps, StepCommand
 from jdisagg.messages.worker_status import PriorityLoad, WorkerRole
-from jdisagg.scheduler.admission import Admission, Admitted, StateCopies, stalled_destinations
+from jdisagg.scheduler.admission import Admission, Admitted, stalled_destinations
 from jdisagg.scheduler.decode_batches import DecodeBatches
 from jdisagg.scheduler.decode_state import DecodeState
 from jdisagg.scheduler.prompts import Prompts
-from jdisagg.scheduler.sequences import ChildProgress, Prompt, SequenceGroup
+from jdisagg.scheduler.sequences import ChildProgress
+from jdisagg.scheduler.speculation import Speculation
 from jdisagg.telemetry import Counters
 
 # Largest time of a decode step with a prefill chunk, relative to a step alone. The smallest chunk
@@ -258,15 +259,11 @@ class Facts(msgspec.Struct, frozen=True, gc=False):
 
 
 @dataclass(slots=True)
-class Turn:
-    """The outcome of a turn, which the worker carries out.
+class Turn(Admitted):
+    """The outcome of a turn, which the worker carries out. Those that got pages may have lost them
+    again (`news`).
 
     Attributes:
-        prompts: Prompts that have pages now.
-        groups: Their sequences, on a mesh that decodes. They may have lost their pages again
-            (`news`).
-        yielded: Number of sequences that gave way to requests of higher priority.
-        copies: Copies of recurrent state, to be issued in this order before the command.
         command: Next command, which must be issued; None if the mesh waits.
         reason: Why the mesh issues this command, or waits.
         held_back: Whether some prompts are not computed because their KV would not be fetched.
@@ -275,11 +272,7 @@ class Turn:
         cut: Owners of cached pages for other workers that sequences needed.
     """
 
-    prompts: list[Prompt]
-    groups: list[SequenceGroup]
-    yielded: int
-    copies: list[StateCopies]
-    held_back: bool
+    held_back: bool = False
     command: StepCommand | None = None
     reason: str = ""
     interrupt: bool = False
@@ -313,7 +306,14 @@ class Scheduler:
         limits = state.limits
         self.prompts = prompts = Prompts(state, ids, counters)
         self.admission = Admission(state, prompts, config.growth_tokens, config.ahead_sequences)
-        self.batches = DecodeBatches.of(state, config, spans, clock)
+        self.batches = DecodeBatches(
+            state,
+            config.growth_tokens,
+            config.steps_per_dispatch,
+            config.stream_tokens,
+            spans,
+            Speculation.of(limits, clock),
+        )
         self._state = state
         self._counters = counters
         self._spans = spans
@@ -353,18 +353,13 @@ class Scheduler:
         stalled, full = _NONE_STALLED
         if now.offered_tokens:
             stalled, full = stalled_destinations(now.offered_tokens, self._most_offered)
-        yielded = 0
+        turn = Turn(held_back=full or bool(stalled))
         if state.ready and not state.one_priority:
-            yielded = sum(map(admission.give_way, self.batches.yielding_slots()))
-        waits = admission.queue or stalled
-        admitted = admission.admit(now.lease_until, stalled) if waits else Admitted()
-        turn = Turn(
-            admitted.prompts,
-            admitted.groups,
-            yielded + admitted.yielded,
-            admitted.copies,
-            held_back=full or bool(stalled),
-        )
+            turn.yielded = sum(map(admission.give_way, self.batches.yielding_slots()))
+        if admission.queue or stalled:
+            admission.admit(now.lease_until, stalled, turn)
+        if state.ended:
+            self._forget_ended()  # those that gave way have no pages for their chunks
         if now.step is not None and not full:
             self._issue(turn, now, now.step, stalled)
         if state.ended:
@@ -455,9 +450,11 @@ class Scheduler:
         every, counters = self.batches.forced_tokens, self._counters
         if every and (forced := every - counters["forced_tokens"]):
             counters.add("forced_tokens", forced)
-        for source, drafted, accepted in self.batches.take_drafts():
-            counters.add("drafted_tokens", drafted, source=source)
-            counters.add("accepted_tokens", accepted, source=source)
+        drafts = self.batches.speculation
+        if drafts and (drafted := drafts.drafted - counters["drafted_tokens"]):
+            accepted = drafts.accepted - counters["accepted_tokens"]
+            counters.add("drafted_tokens", drafted, source=drafts.source)
+            counters.add("accepted_tokens", accepted, source=drafts.source)
 
     def loads(self) -> tuple[PriorityLoad, ...]:
         """Returns the load by priority."""
@@ -465,7 +462,7 @@ class Scheduler:
         if not (groups or waits or backlog.tokens):
             return ()
         held, queued = self._state.priorities(), backlog.by_priority()
-        waiting = self.admission.priorities() if waits else {}
+        waiting = Counter([one.priority for one in waits])
         return tuple(
             [
                 PriorityLoad(one, *held.get(one, (0, 0)), waiting.get(one, 0), queued.get(one, 0))

@@ -54,16 +54,14 @@ class AdapterLoads:
 
     @contextlib.asynccontextmanager
     async def _hold(self, adapter: Adapter, seconds: float) -> AsyncIterator[None]:
+        late = DeadlineExceededError(
+            f"worker {self._worker!r} had no slot for adapter {adapter.name!r} within the"
+            f" request's {seconds:g} s; all {self.table.slots} of --adapters are used"
+        )
         self._held[adapter.digest] += 1
         try:
-            try:
-                with limit(seconds):
-                    await self._load(adapter)
-            except TimeoutError:
-                raise DeadlineExceededError(
-                    f"worker {self._worker!r} had no slot for adapter {adapter.name!r} within the"
-                    f" request's {seconds:g} s; all {self.table.slots} of --adapters are used"
-                ) from None
+            with limit(seconds, late):
+                await self._load(adapter)
             yield
         finally:
             self._held[adapter.digest] -= 1

@@ -1,6 +1,6 @@
 """The cached KV of one worker, in pages and in slower tiers: what is used, dropped and shown."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from jdisagg.messages.worker_status import KeptTier
 from jdisagg.plain import plain
@@ -8,7 +8,6 @@ from jdisagg.scheduler.executor import MeshLimits
 from jdisagg.scheduler.residency import Residency
 from jdisagg.scheduler.sequences import Prompt
 from jdisagg.telemetry import Counters
-from jdisagg.worker.given_kv import GivenKv
 from jdisagg.worker.kv_sources import KvSources, RestoredBlocks
 
 SHOWN_BYTES = 8  # leading bytes of a name that are shown
@@ -61,49 +60,44 @@ def kept_blocks(worker: str, kept: Residency, tiers: Mapping[str, Listed]) -> It
             yield KeptBlock(worker, tier, rank, shown, index, kept.block_tokens, in_use)
 
 
-def kept_tiers(kept: Residency, mesh: MeshLimits) -> tuple[KeptTier, ...]:
-    """Returns the used and total bytes of the cached blocks in pages, and of snapshots."""
-    if not kept.on:
-        return ()
-    of_token = mesh.sent.bytes_per_token
-    room = mesh.ranks * mesh.pages_per_rank * mesh.page_size * of_token
-    blocks = kept.blocks
-    pages = KeptTier("pages", blocks, blocks * kept.block_tokens * of_token, room)
-    if not kept.snapshots:
-        return (pages,)
-    sizes = [(len(one), one.filled, one.total) for one in kept.snapshots]
-    count, filled, total = map(sum, zip(*sizes, strict=True))
-    size = mesh.snapshot_slot_bytes
-    return pages, KeptTier("snapshots", count, filled * size, total * size)
-
-
 class CachedKv:
     """Counts the reuse of cached blocks, and drops blocks in all tiers together.
 
     Args:
-        closed_seconds: Time after a drop in which no cached block is sent to other workers.
+        closed_seconds: Time after a drop in which no cached block moves between workers.
     """
 
     def __init__(
         self,
         sources: KvSources,
-        given: GivenKv,
         mesh: MeshLimits,
         counters: Counters,
+        now: Callable[[], float],
         closed_seconds: float,
     ) -> None:
         self._kept = sources.kept
         self._sources = sources
-        self._given = given
         self._mesh = mesh
         self._counters = counters
+        self._now = now
         self._closed_seconds = closed_seconds
         self._forgotten = 0  # blocks that were cleared rather than evicted for lack of room
 
     def tiers(self) -> tuple[KeptTier, ...]:
-        if not self._kept.on:
+        """Returns the used and total bytes of the cached blocks in each tier, and of snapshots."""
+        kept, mesh = self._kept, self._mesh
+        if not kept.on:
             return ()
-        return (*kept_tiers(self._kept, self._mesh), *self._sources.stats())
+        of_token = mesh.sent.bytes_per_token
+        room = mesh.ranks * mesh.pages_per_rank * mesh.page_size * of_token
+        blocks = kept.blocks
+        tiers = [KeptTier("pages", blocks, blocks * kept.block_tokens * of_token, room)]
+        if kept.snapshots:
+            sizes = [(len(one), one.filled, one.total) for one in kept.snapshots]
+            count, filled, total = map(sum, zip(*sizes, strict=True))
+            size = mesh.snapshot_slot_bytes
+            tiers.append(KeptTier("snapshots", count, filled * size, total * size))
+        return (*tiers, *(tier for source in self._sources for tier in source.stats()))
 
     def blocks(self, worker: str) -> Iterator[KeptBlock]:
         tiers = {source.name: source.listed() for source in self._sources}
@@ -112,8 +106,8 @@ class CachedKv:
     def used(self, prompt: Prompt, rank: int, cached_tokens: int, restored: RestoredBlocks) -> None:
         """Counts the cached tokens of a prompt that has pages, by tier."""
         kept, counters = self._kept, self._counters
-        if cached_tokens:
-            self._sources.used(rank, prompt.chain[: cached_tokens // kept.block_tokens])
+        for source in self._sources if cached_tokens else ():
+            source.used(rank, prompt.chain[: cached_tokens // kept.block_tokens])
         if kept.on:
             counters.add("prefix_asked_tokens", prompt.tokens)
             for tier, count in restored.split(rank, cached_tokens).by_tier().items():
@@ -124,31 +118,26 @@ class CachedKv:
                 count = kept.evicted_blocks - known
                 counters.add("prefix_blocks_evicted", count, cause="room")
         if kept.snapshots:
-            made, used, evicted = (
-                sum([getattr(one, what) for one in kept.snapshots])
-                for what in ("made", "used", "evicted")
-            )
+            totals = [(one.made, one.used, one.evicted) for one in kept.snapshots]
+            made, used, evicted = map(sum, zip(*totals, strict=True))
             counters.add("snapshots_kept", made - counters["snapshots_kept"])
             counters.add("snapshots_used", used - counters["snapshots_used"])
             counters.add("snapshots_evicted", evicted - counters["snapshots_evicted"])
 
-    def forget(self, rank: int | None, cause: str) -> int:
-        """Drops the blocks in the pages of a rank, or of all, and in all other tiers. Returns their
-        number."""
-        self._given.close_for(self._closed_seconds)
+    def forget(self, rank: int | None, cause: str) -> None:
+        """Drops the blocks in the pages of a rank, or of all, and in all other tiers."""
+        self._drop(rank, cause)
+        self._sources.erase_later()
+
+    def _drop(self, rank: int | None, cause: str) -> int:
         elsewhere = self._sources.clear(cause)
-        blocks = self._kept.clear(rank)
+        blocks = self._kept.clear(rank, self._now() + self._closed_seconds)
         self._forgotten += blocks
         if blocks:
             self._counters.add("prefix_blocks_evicted", blocks, cause=cause)
         return blocks + elsewhere
 
-    def forget_broken(self, rank: int) -> None:
-        """Drops the blocks that may be the cause of a result that is no number."""
-        self.forget(rank, "broken")
-        self._sources.erase_later()
-
     async def reset(self) -> int:
-        blocks = self.forget(None, "reset")
+        blocks = self._drop(None, "reset")
         await self._sources.erase()
         return blocks

@@ -12,7 +12,6 @@ import contextlib
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 
-from jdisagg.clock import BackgroundTasks
 from jdisagg.errors import JdisaggError, UnavailableError
 from jdisagg.messages.step_commands import (
     SLOW,
@@ -24,14 +23,12 @@ from jdisagg.messages.step_commands import (
     SaveBlock,
     StepResult,
 )
-from jdisagg.messages.worker_status import KeptTier
 from jdisagg.scheduler.disk_blocks import FILE_EXTRA_BYTES, DiskBlocks, restorable
 from jdisagg.scheduler.host_blocks import TierBlock, TierRoom
-from jdisagg.scheduler.prices import Prices
 from jdisagg.scheduler.residency import Chain, Residency
 from jdisagg.telemetry import Counters
-from jdisagg.worker.host_tier import HostTier, tier_of
-from jdisagg.worker.kv_sources import KvSource, Origin, Restore, RestorePlan, RestoreQuery
+from jdisagg.worker.host_tier import HostTier, Tier
+from jdisagg.worker.kv_sources import Origin, Restore, RestorePlan, RestoreQuery
 from jdisagg.worker.step_loop import StepLoop
 
 FILE_SECONDS = 10.0  # deadline for one block; the disk counts as slow beyond it
@@ -47,13 +44,10 @@ def _saved_name(name: bytes) -> bytes:
     return (SNAPSHOT_MARK + name)[: len(name)]
 
 
-class DiskTier(KvSource):
-    """The disk as a source of cached blocks (`KvSource`). `room`: capacity of the disk tier. The
-    tier is off if its number of bytes is 0 or if `host` is off."""
+class DiskTier(Tier[DiskBlocks]):
+    """The disk as a source of cached blocks (`KvSource`). It has no room if `host` is off."""
 
     name: Origin = "disk"
-    most_restores = 4
-    most_seconds = None
 
     def __init__(
         self,
@@ -66,13 +60,14 @@ class DiskTier(KvSource):
     ) -> None:
         of_snapshots = host.bytes_of_snapshots(room.disk_bytes) if host.on else 0
         of_blocks = room.disk_bytes - of_snapshots if host.on else 0
-        nbytes = host.blocks.block_bytes + FILE_EXTRA_BYTES
-        self.blocks = DiskBlocks(of_blocks // nbytes, kept.retained, nbytes)
-        # by the names that `_saved_name` returns
+        block_bytes = host.blocks.block_bytes + FILE_EXTRA_BYTES
         nbytes = host.snapshot_bytes + FILE_EXTRA_BYTES
-        self.snapshots = DiskBlocks(of_snapshots // nbytes, None, nbytes)
+        super().__init__(
+            DiskBlocks(of_blocks // block_bytes, kept.retained, block_bytes),
+            DiskBlocks(of_snapshots // nbytes, None, nbytes),  # by names of `_saved_name`
+            room,
+        )
         self._named: dict[bytes, bytes] = {}  # block names of snapshots to be written
-        self.prices = Prices(room.always)
         self._ttl_seconds = room.disk_ttl_seconds
         self._kept = kept
         self._loop = loop
@@ -81,27 +76,9 @@ class DiskTier(KvSource):
         self._now = now
         self._open = False
         self._epoch = 0  # increases when blocks are cleared
-        self._tasks = BackgroundTasks()
-
-    @property
-    def on(self) -> bool:
-        return self.blocks.capacity > 0
-
-    @property
-    def quiet(self) -> bool:
-        return self._tasks.quiet
-
-    def stats(self) -> tuple[KeptTier, ...]:
-        return (tier_of(self.name, self.blocks, self.snapshots),)
-
-    def listed(self) -> Iterator[tuple[int, bytes, int, bool]]:
-        return self.blocks.listed()
 
     async def start(self) -> None:
         await asyncio.wait({self._tasks.spawn(self._find())}, timeout=START_SECONDS)
-
-    def stop(self) -> None:
-        self._tasks.cancel()
 
     async def _find(self) -> None:
         epoch, kept = self._epoch, self._kept
@@ -122,7 +99,8 @@ class DiskTier(KvSource):
             for name in stay:
                 kept.log.gained(name)
             self._counters.add("disk_blocks_found", len(stay))
-            self._remove((*gone, *self.snapshots.found(marked)[1]), "room")
+            self._count_dropped(len(gone), "room")
+            self._remove_files((*gone, *self.snapshots.found(marked)[1]))
             self.expire(now)
 
     # ---- writing
@@ -144,12 +122,15 @@ class DiskTier(KvSource):
                 self._drop(shelf, gone, "room")
                 if block is None:
                     break
-                self._tasks.spawn(self._write(shelf, block))
+                name = self._named.get(block.name, block.name)
+                self._tasks.spawn(self._write(shelf, block, name))
+        if not self.snapshots.wanted:
+            self._named.clear()
 
-    async def _write(self, shelf: DiskBlocks, block: TierBlock) -> None:
+    async def _write(self, shelf: DiskBlocks, block: TierBlock, name: bytes) -> None:
+        """`name`: that of the block, or of the block before the snapshot."""
         error, done, snapshot = "", False, shelf is self.snapshots
         try:
-            name = self._named.pop(block.name, b"") if snapshot else block.name
             host = await self._host.copied(block.rank, name, block.index, snapshot)
             if host is not None and shelf.knows(block):
                 error = await self._save(block, host)
@@ -199,8 +180,7 @@ class DiskTier(KvSource):
                 return 0
             return host.snapshot_tokens if self._readable(name) else None
 
-        tail, least = host.tail_behind, host.least_chunk
-        return self.plan(self._kept, query, runs, snapshot, tail=tail, least_chunk=least)
+        return self.plan(self._kept, query, runs, snapshot, tail=host.tail_behind)
 
     def _readable(self, name: bytes) -> bool:
         return self.snapshots.arrived(_saved_name(name)) is not None
@@ -258,22 +238,14 @@ class DiskTier(KvSource):
                 self._drop(shelf, shelf.expire(now - self._ttl_seconds), "expired")
 
     def drop(self, names: Collection[bytes]) -> None:
-        """Drops these blocks and snapshots, also while they are being read."""
-        saved = {self.blocks: names, self.snapshots: map(_saved_name, names)}
-        for shelf, of_shelf in saved.items():
-            self._drop(
-                shelf, shelf.drop([one for one in of_shelf if shelf.arrived(one)]), "session"
-            )
+        self._drop(self.blocks, self.blocks.drop(names), "session")
+        self._drop(self.snapshots, self.snapshots.drop(map(_saved_name, names)), "session")
 
     def clear(self, cause: str) -> int:
         self._epoch += 1
         gone = self.blocks.clear()
         self.snapshots.clear()
-        if gone:
-            self._counters.add("disk_blocks_dropped", len(gone), cause=cause)
-        for block in gone:
-            if block.written:
-                self._kept.log.lost(block.name)
+        self._lost(gone, cause)
         return len(gone)
 
     async def erase(self) -> None:
@@ -294,23 +266,25 @@ class DiskTier(KvSource):
 
     def _drop(self, shelf: DiskBlocks, gone: tuple[TierBlock, ...], cause: str) -> None:
         if shelf is self.blocks:
-            for block in gone:
-                self._kept.log.lost(block.name)
-        self._remove(tuple([block.name for block in gone]), cause)
+            self._lost(gone, cause)
+        self._remove_files(tuple([block.name for block in gone]))
 
-    def _remove(self, names: tuple[bytes, ...], cause: str) -> None:
-        if names:
-            self._counters.add("disk_blocks_dropped", len(names), cause=cause)
-            self._remove_files(names)
+    def _lost(self, gone: tuple[TierBlock, ...], cause: str) -> None:
+        self._count_dropped(len(gone), cause)
+        for block in gone:
+            if block.written:
+                self._kept.log.lost(block.name)
+
+    def _count_dropped(self, blocks: int, cause: str) -> None:
+        if blocks:
+            self._counters.add("disk_blocks_dropped", blocks, cause=cause)
 
     def _remove_files(self, names: tuple[bytes, ...]) -> None:
+        if not names:
+            return
         # issued now, before any later write of the same names
         removing = self._issue(RemoveSaved(self._loop.next_number(), names, RESET_SECONDS))
-
-        async def remove() -> None:
-            await self._end(removing)
-
-        self._tasks.spawn(remove())
+        self._tasks.spawn(self._end(removing))
 
     # ---- commands
 

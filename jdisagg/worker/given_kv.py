@@ -9,6 +9,7 @@ two steps. If a sequence needs pages and none is free, the youngest transfer is 
 are released."""
 
 import asyncio
+import sys
 from collections.abc import Callable
 
 from jdisagg.clock import BackgroundTasks
@@ -34,7 +35,11 @@ MOST_CHUNKS_OF_DECODE = 1  # fewer on a decode mesh, whose sequences could use t
 
 
 class GivenKv:
-    """Sends the cached blocks of one mesh to other workers."""
+    """Sends the cached blocks of one mesh to other workers.
+
+    Attributes:
+        closed: Whether no transfer may begin.
+    """
 
     def __init__(
         self,
@@ -54,23 +59,19 @@ class GivenKv:
         self._ids = ids
         self._counters = counters
         self._given: dict[int, OutgoingHandoff] = {}  # by the owner of their pages
-        self._places = asyncio.Semaphore(BETWEEN_STEPS)  # for extractions of a decode mesh
         self._beginning = 0
         self._moved = asyncio.Event()  # a block was fetched, or a hand-off ended
-        self._closed_until = 0.0
+        self.closed = False
         self._tasks = BackgroundTasks()
         self.take_role(role)
 
     def take_role(self, role: WorkerRole) -> None:
         self._decodes = role.decodes
+        # for extractions in flight
+        self._places = asyncio.Semaphore(BETWEEN_STEPS if role.decodes else sys.maxsize)
 
     def __len__(self) -> int:
         return len(self._given)
-
-    def close_for(self, seconds: float) -> None:
-        """Sends no blocks for `seconds`. Otherwise workers that have just reset their caches could
-        fetch old blocks."""
-        self._closed_until = self._outgoing.now() + seconds
 
     def stop(self) -> None:
         self._tasks.cancel()
@@ -106,7 +107,7 @@ class GivenKv:
         until = self._outgoing.now() + call.deadline_seconds
         handoff = OutgoingHandoff(call.handoff_id, 0, owner, until, call.asker)
         self._given[owner] = handoff
-        self._outgoing.open(handoff, awaits=True)
+        self._outgoing.open(handoff, lambda error: self._ended(owner), awaits=True)
         # the snapshot may be dropped while blocks wait to be fetched, so it is extracted at once
         states = self._extract_snapshot(handoff, rank, call.names[:count]) if with_state else []
         self._tasks.spawn(self._offer(handoff, rank, pages, call.first, count, states))
@@ -116,13 +117,10 @@ class GivenKv:
         """Lets transfers offer further blocks. Called when a receiver has fetched a block."""
         self._moved.set()
 
-    def ended(self, owner: int) -> bool:
-        """Returns whether `owner` held the pages of a transfer, which has ended."""
-        if self._given.pop(owner, None) is None:
-            return False
+    def _ended(self, owner: int) -> None:
+        del self._given[owner]
         self._kept.release(owner)
         self._moved.set()
-        return True
 
     def cut(self, owner: int) -> None:
         """Ends a transfer that has lost its pages to a sequence."""
@@ -133,12 +131,13 @@ class GivenKv:
         kept = self._kept
         return (
             kept.on
+            and not self.closed
             # without snapshots, the only state or window is that of a sequence's newest position
             and (bool(kept.snapshots) or not self._mesh.kv_spec.has_state)
             and not self._mesh.ring_pages
             and kept.block_tokens == call.block_tokens
             and self._loop.failure is None
-            and self._outgoing.now() >= self._closed_until
+            and self._outgoing.now() >= kept.closed_until
             and len(self._given) + self._beginning
             < (MOST_GIVEN_WITH_STATE if kept.snapshots else MOST_GIVEN)
         )
@@ -168,22 +167,20 @@ class GivenKv:
         count: int,
         states: "list[asyncio.Future[StepResult]]",
     ) -> None:
-        size, extracts = self._kept.block_tokens, states
+        size, extracts, places = self._kept.block_tokens, states, self._places  # of this role
         try:
             for start in range(first * size, count * size, size):
                 while self._full() and not handoff.over:
                     self._moved.clear()
                     await self._moved.wait()
                 for offer in offers_of_pages(self._mesh, rank, start, start + size, self._ids):
-                    if self._decodes:
-                        await self._places.acquire()
+                    await places.acquire()
                     if handoff.over:
-                        self._places.release()
+                        places.release()
                         return
                     # does not wait for it, because the mesh runs other commands in between
                     extracts.append(self._outgoing.extract(handoff, offer, pages))
-                    if self._decodes:
-                        extracts[-1].add_done_callback(lambda _: self._places.release())
+                    extracts[-1].add_done_callback(lambda _: places.release())
             if self._decodes:
                 self._kept.release(handoff.sequence)
             await asyncio.gather(*extracts)

@@ -10,11 +10,11 @@ import asyncio
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Protocol
+from typing import Generic, Protocol, TypeVar
 
 import msgspec
 
-from jdisagg.clock import BackgroundTasks
+from jdisagg.clock import BackgroundTasks, together
 from jdisagg.errors import JdisaggError
 from jdisagg.layout.kv_spec import KvKind
 from jdisagg.messages.ports import Offer
@@ -53,6 +53,8 @@ BLOCKS_AT_ONCE = 4  # number of blocks of one restore that are copied at the sam
 COPY_SECONDS = 10.0  # deadline of one piece in host memory; a slower host is treated as failing
 MOST_SNAPSHOTS_WRITING = 4  # most snapshots that are copied to host memory at the same time
 
+B = TypeVar("B", bound=TierBlocks)
+
 
 class Files(Protocol):
     """Where blocks lie that a restore reads by way of host memory."""
@@ -86,13 +88,48 @@ class Shelf(HostBlocks):
     def write_at_most(self, count: int) -> None:
         self.most_writing = count
 
+    def copied(self, name: bytes, task: "asyncio.Task[None]") -> None:
+        if self.copies.get(name) is task:
+            del self.copies[name]
 
-class HostTier(KvSource):
+
+class Tier(KvSource, Generic[B]):
+    """Host memory or disk: holds blocks of the mesh, and snapshots. It is off if it has no room."""
+
+    most_restores = 4
+    most_seconds = None
+
+    def __init__(self, blocks: B, snapshots: B, room: TierRoom) -> None:
+        self.blocks = blocks
+        self.snapshots = snapshots
+        self.prices = Prices(room.always)
+        self._tasks = BackgroundTasks()
+
+    @property
+    def on(self) -> bool:
+        return self.blocks.capacity > 0
+
+    @property
+    def quiet(self) -> bool:
+        return self._tasks.quiet
+
+    def stats(self) -> tuple[KeptTier, ...]:
+        both = self.blocks, self.snapshots
+        used = sum([len(one) * one.block_bytes for one in both])
+        total = sum([one.capacity * one.block_bytes for one in both])
+        return (KeptTier(self.name, len(self.blocks), used, total),)
+
+    def listed(self) -> Iterator[tuple[int, bytes, int, bool]]:
+        return self.blocks.listed()
+
+    def stop(self) -> None:
+        self._tasks.cancel()
+
+
+class HostTier(Tier[Shelf]):
     """Host memory as a source of cached blocks (`KvSource`)."""
 
     name: Origin = "host"
-    most_restores = 4
-    most_seconds = None
 
     def __init__(
         self,
@@ -109,20 +146,17 @@ class HostTier(KvSource):
         of_snapshots = self.bytes_of_snapshots(room.host_bytes)
         block_bytes = kept.block_tokens * limits.sent.bytes_per_token
         of_blocks = room.host_bytes - of_snapshots
-        self.blocks = Shelf(of_blocks, block_bytes, MOST_WRITING, kept, room)
-        # any rank can restore them
-        room = replace(room, rank_bound=False)
-        self.snapshots = Shelf(
-            of_snapshots, self.snapshot_bytes, MOST_SNAPSHOTS_WRITING, kept, room
+        anywhere = replace(room, rank_bound=False)  # any rank can restore snapshots
+        super().__init__(
+            Shelf(of_blocks, block_bytes, MOST_WRITING, kept, room),
+            Shelf(of_snapshots, self.snapshot_bytes, MOST_SNAPSHOTS_WRITING, kept, anywhere),
+            room,
         )
-        self.on = self.blocks.capacity > 0
-        self.prices = Prices(room.always)
         self._kept = kept
         self._loop = loop
         self._limits = limits
         self._ids = ids
         self._counters = counters
-        self._tasks = BackgroundTasks()
         key = 0
         if self.on:
             # The key is the same in the next run of the worker, which reads the blocks on disk.
@@ -131,7 +165,7 @@ class HostTier(KvSource):
         self.take_role(role)
 
     def take_role(self, role: WorkerRole) -> None:
-        self.least_chunk = self._limits.computed_by(role.computes).chunk_buckets[0]
+        self._least_chunk = self._limits.computed_by(role.computes).chunk_buckets[0]
         self.blocks.write_at_most(MOST_WRITING_OF_DECODE if role.decodes else MOST_WRITING)
 
     def bytes_of_snapshots(self, room_bytes: int) -> int:
@@ -141,29 +175,15 @@ class HostTier(KvSource):
         least = min(self.snapshot_bytes + FILE_EXTRA_BYTES, room_bytes // 2)
         return max(least, int(room_bytes * self.snapshot_part))
 
-    @property
-    def quiet(self) -> bool:
-        return self._tasks.quiet
-
-    def stats(self) -> tuple[KeptTier, ...]:
-        return (tier_of(self.name, self.blocks, self.snapshots),)
-
-    def listed(self) -> Iterator[tuple[int, bytes, int, bool]]:
-        return self.blocks.listed()
-
     def clear(self, cause: str) -> int:
         gone = self.blocks.clear()
-        self._drop(gone, cause)
-        self._release(self.snapshots.clear())
+        self._drop(self.blocks, gone, cause)
+        self._drop(self.snapshots, self.snapshots.clear(), cause)
         return len(gone)
 
     def drop(self, names: Collection[bytes]) -> None:
-        """Drops these blocks and snapshots, also those that are being copied."""
-        self._drop(self.blocks.drop(names), "session")
-        self._release(self.snapshots.drop(names))
-
-    def stop(self) -> None:
-        self._tasks.cancel()
+        for shelf in (self.blocks, self.snapshots):
+            self._drop(shelf, shelf.drop(names), "session")
 
     def offers(self, shelf: TierBlocks, rank: int, end: int, tail: int = 0) -> Iterator[Offer]:
         """The pieces of a block, of a tail of `tail` tokens, or of a snapshot, which ends after
@@ -202,7 +222,7 @@ class HostTier(KvSource):
             return
         for rank, gone in snapshots:
             self._snapshot_evicted(rank, gone)
-        chosen: list[tuple[Evicted, int]] = []
+        chosen: list[Evicted] = []
         places, writing = {True: MOST_WRITING, False: self.blocks.most_writing}, self.blocks.writing
         room = self.blocks.room if evicted else 0
         for one in sorted(evicted, key=lambda one: (not one.awaited, one.index)):
@@ -213,11 +233,11 @@ class HostTier(KvSource):
             if not one.awaited and not self.blocks.asked.worth_copying:
                 self._counters.add("host_blocks_declined")
             elif writing + len(chosen) < places[one.awaited] and len(chosen) < room:
-                chosen.append((one, places[one.awaited]))
+                chosen.append(one)
             else:
                 self._counters.add("host_blocks_skipped")
-        for one, most_writing in reversed(chosen):
-            self._copy_block(one.rank, one.name, one.index, one.pages, most_writing, one.tail)
+        for one in reversed(chosen):
+            self._copy_block(one, places[one.awaited])
 
     def _snapshot_evicted(self, rank: int, gone: EvictedSnapshot) -> None:
         self.snapshots.asked.evicted(gone.name)
@@ -226,20 +246,11 @@ class HostTier(KvSource):
         elif gone.name not in self.snapshots:
             self._counters.add("host_snapshots_declined")
 
-    def _copy_block(
-        self,
-        rank: int,
-        name: bytes,
-        index: int,
-        pages: tuple[int, ...],
-        most_writing: int,
-        tail: int = 0,
-    ) -> None:
-        size = self._kept.block_tokens
+    def _copy_block(self, one: Evicted, most_writing: int) -> None:
+        start, size = one.index * self._kept.block_tokens, one.tail or self._kept.block_tokens
         # page 0 is a placeholder for the pages of the sequence's earlier blocks, which are not read
-        before = (0,) * (index * size // self._limits.page_size)
-        end = index * size + (tail or size)
-        self._copy(self.blocks, rank, name, end, (*before, *pages), most_writing, tail)
+        pages = (0,) * (start // self._limits.page_size) + one.pages
+        self._copy(self.blocks, one.rank, one.name, start + size, pages, most_writing, one.tail)
 
     def _copy(
         self,
@@ -262,11 +273,7 @@ class HostTier(KvSource):
         if block is not None:
             copies = [self._copy_piece(piece.offer, pages) for piece in block.pieces]
             task = shelf.copies[name] = self._tasks.spawn(self._write(shelf, block, copies))
-            task.add_done_callback(lambda _: self._copied_out(shelf, name, task))
-
-    def _copied_out(self, shelf: Shelf, name: bytes, task: "asyncio.Task[None]") -> None:
-        if shelf.copies.get(name) is task:
-            del shelf.copies[name]
+            task.add_done_callback(lambda _: shelf.copied(name, task))
 
     def _copy_piece(self, offer: Offer, pages: tuple[int, ...]) -> "asyncio.Future[StepResult]":
         number, size = self._loop.next_number(), self._limits.page_size
@@ -281,7 +288,8 @@ class HostTier(KvSource):
         shelf = self.snapshots if snapshot else self.blocks
         if not snapshot:
             if pages := self._kept.pages(rank, name):
-                self._copy_block(rank, name, index, pages, shelf.most_writing)
+                block = Evicted(rank, name, index, pages, awaited=False, tail=0)
+                self._copy_block(block, shelf.most_writing)
         elif name in (of_rank := self._kept.snapshots[rank]):
             self._copy(shelf, rank, name, of_rank.tokens(name), of_rank.place(name))
         if (task := shelf.copies.get(name)) is not None:
@@ -294,7 +302,7 @@ class HostTier(KvSource):
         pieces = tuple(map(HostPiece, self.offers(shelf, rank, end, tail)))
         index = (end - 1) // self._kept.block_tokens
         block, gone = shelf.begin(name, pieces, rank, index, tail > 0)
-        self._dropped(shelf, gone, "room")
+        self._drop(shelf, gone, "room")
         return block
 
     async def _write(
@@ -354,15 +362,16 @@ class HostTier(KvSource):
         def snapshot(end: int) -> int | None:
             return tokens if self.has_snapshot(chain[end - 1]) else None
 
-        tail, least = self.tail_behind, self.least_chunk
-        return self.plan(self._kept, query, runs, snapshot, tail=tail, least_chunk=least)
+        return self.plan(self._kept, query, runs, snapshot, tail=self.tail_behind)
 
-    def tail_behind(self, query: RestoreQuery, end: int, rank: int) -> Tail | None:
-        """Returns the tail that a query asks for, if it is here and comes after `end` blocks."""
+    def tail_behind(self, query: RestoreQuery, end: int, rank: int) -> tuple[Tail, int] | None:
+        """Returns the tail that a query asks for, if it is here and comes after `end` blocks, and
+        the number of tokens that it saves."""
         tail = query.tail
-        if tail is None or end < len(query.chain):
+        if tail is None or end < len(query.chain) or not self.blocks.match((tail.name,), 0, rank):
             return None
-        return tail if self.blocks.match((tail.name,), 0, rank) else None
+        # with the tail nothing is left to compute, not even a small chunk
+        return tail, max(tail.tokens, self._least_chunk)
 
     def _snapshot_asked(self, chain: Chain) -> None:
         for name in reversed(chain):
@@ -411,7 +420,7 @@ class HostTier(KvSource):
             nonlocal gap
             async with slots:
                 block = restore.held.get(index)
-                if block is None or (gap and not block.pieces):
+                if block is None or chain[index] in restore.dropped or (gap and not block.pieces):
                     return  # blocks on disk after a missing one are useless
                 if await self._bring(self.blocks, restore, block, index, restore.pages, files):
                     restore.origins[index] = "host" if block.pieces else "disk"
@@ -419,7 +428,7 @@ class HostTier(KvSource):
 
         missing = range(restore.first, len(chain))
         others = self._bring_snapshot(restore, files), self._bring_tail(restore)
-        await asyncio.gather(*map(bring, missing), *others)
+        await together((*map(bring, missing), *others))
         restore.moved_tokens = len(restore.origins) * self._kept.block_tokens
         if restore.tail_came and restore.plan.tail is not None:
             restore.moved_tokens += restore.plan.tail.tokens
@@ -442,8 +451,11 @@ class HostTier(KvSource):
 
     async def _bring_tail(self, restore: Restore) -> None:
         """The copy is of no use after the sequence has gone on."""
-        tail, rank = restore.tail, restore.plan.rank
-        if tail is not None and await self._copy_in(self.blocks, tail, rank, restore.pages):
+        tail, rank, plan = restore.tail, restore.plan.rank, restore.plan.tail
+        room = len(restore.pages) * self._limits.page_size
+        if tail is None or plan is None or plan.end > room:
+            return
+        if await self._copy_in(self.blocks, tail, rank, restore.pages):
             restore.tail_came = True
             if self.blocks.forget(tail):
                 self._release((tail,))
@@ -482,14 +494,14 @@ class HostTier(KvSource):
         if shelf.forget(block):
             of_snapshots = shelf is self.snapshots
             self._counters.add("host_snapshots_broken" if of_snapshots else "host_blocks_broken")
-            self._dropped(shelf, (block,), "broken")
+            self._drop(shelf, (block,), "broken")
         return False
 
     async def _insert(
         self, pieces: tuple[HostPiece, ...], rank: int, pages: tuple[int, ...]
     ) -> bool:
-        """Returns whether all pieces are written and all checksums match. After a cancellation
-        nothing more is written, so the pages may be reused immediately."""
+        """Returns whether all pieces are written and all checksums match. After a cancellation or
+        an error nothing more is written, so the pages may be reused immediately."""
 
         def place(tokens: int) -> tuple[int, ...]:
             return pages[: pages_for(tokens, self._limits.page_size)]
@@ -507,7 +519,7 @@ class HostTier(KvSource):
                 return False
             return not blocks.verify(piece.offer, await blocks.insert(piece.offer), piece.checksum)
 
-        return all(await asyncio.gather(*map(insert, pieces)))
+        return all(await together(map(insert, pieces)))
 
     def failed(self, cause: str) -> None:
         if cause == "late":
@@ -517,31 +529,19 @@ class HostTier(KvSource):
 
     # ---- dropped blocks
 
-    def _dropped(self, shelf: Shelf, gone: tuple[TierBlock, ...], cause: str) -> None:
-        if shelf is self.blocks:
-            self._drop(gone, cause)
-        else:
-            self._release(gone)
-
-    def _drop(self, gone: tuple[TierBlock, ...], cause: str) -> None:
-        if gone:
+    def _drop(self, shelf: Shelf, gone: tuple[TierBlock, ...], cause: str) -> None:
+        if gone and shelf is self.blocks:
             self._counters.add("host_blocks_dropped", len(gone), cause=cause)
             for block in [one for one in gone if not one.tail]:
                 if block.written:
                     self._kept.log.lost(block.name)
                 self._kept.promote(block.name)
-            self._release(gone)
+        self._release(gone)
 
     def _release(self, gone: tuple[TierBlock, ...]) -> None:
         """Also those that are still being copied to host memory."""
         if ids := tuple([offer_id for block in gone for offer_id in block.offer_ids]):
             self._loop.fire(ReleaseOffers(self._loop.next_number(), ids, from_host=True))
-
-
-def tier_of(name: Origin, blocks: TierBlocks, snapshots: TierBlocks) -> KeptTier:
-    both = blocks, snapshots
-    used = sum([len(one) * one.block_bytes for one in both])
-    return KeptTier(name, len(blocks), used, sum([one.capacity * one.block_bytes for one in both]))
 
 
 async def _sums(copies: "list[asyncio.Future[StepResult]]") -> tuple[int, ...] | None:

@@ -62,12 +62,10 @@ class IncomingHandoff:
         self._timeouts = limits.timeouts.handoff
         self._counters = counters
         self._now = now
-        self._share = line.share
         self._sums: dict[int, asyncio.Future[int]] = {}
         self._computed_at: dict[int, float] = {}  # time when each block's checksum arrived
         self._all_offered = False
-        seconds = limits.pull_seconds
-        self.blocks = ArrivingBlocks(loop, to, lambda: line.link, seconds, line.name)
+        self.blocks = ArrivingBlocks(loop, to, lambda: line.link, self._pull_seconds, line.name)
         self._received = Received(blocks=self.blocks.verified)
         # limits of blocks being pulled, and of blocks pulled or waiting for the mesh's insertion
         self._pulls = asyncio.Semaphore(PULLS_IN_FLIGHT)
@@ -176,14 +174,14 @@ class IncomingHandoff:
                 self._counters.add("blocks_pulled_again")
             async with self._insertions:
                 async with self._pulls:
-                    await self._share.begin_turn(self.line.source.handoff_id)
+                    await self.line.share.begin_turn(self.line.source.handoff_id)
                     try:
                         began, computed = self._now(), not self._computing(offer)
                         problem = await self._pull(offer)
                         if computed and not self._loop.behind(began):
-                            self._share.took(self._now() - began, self._pull_seconds)
+                            self.line.share.took(self._now() - began, self._pull_seconds)
                     finally:
-                        self._share.end_turn()
+                        self.line.share.end_turn()
                 # A late block is no failure of the sender if it is not computed yet, or if this
                 # worker's own mesh was busy.
                 late = problem and self._now() - began >= self._pull_seconds

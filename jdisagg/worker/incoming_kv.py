@@ -87,7 +87,6 @@ class IncomingKv(KvSource):
         self._incoming: dict[int, _Incoming] = {}
         self.most_restores = MOST_FETCHES if fetches else 0
         self._fetching: list[IncomingHandoff] = []
-        self._closed_until = 0.0
 
     def __len__(self) -> int:
         """Returns the number of hand-offs to reservations in progress."""
@@ -238,9 +237,9 @@ class IncomingKv(KvSource):
     # ---- cached by other workers
 
     def worth(self, query: RestoreQuery) -> RestorePlan | None:
-        if query.peer is None or self._now() < self._closed_until:
-            return None
         kept = self._kept
+        if query.peer is None or self._now() < kept.closed_until:
+            return None
         usable = kept.usable_tokens(query.peer_tokens, query.instead == "compute")
         chain = query.chain[: usable // kept.block_tokens]
         query = replace(
@@ -313,12 +312,6 @@ class IncomingKv(KvSource):
 
         snapshot = (lambda *_: place) if place else None
         return self._handoff(line, Destination(mesh, plan.rank, pages, start, snapshot))
-
-    def clear(self, cause: str) -> int:
-        # while a reset of all workers runs, a peer may still hold blocks that this worker has
-        # dropped
-        self._closed_until = self._now() + self._limits.timeouts.request.status_seconds
-        return 0
 
     def failed(self, cause: str) -> None:
         self._counters.add("peer_fetch_failed", cause=cause)

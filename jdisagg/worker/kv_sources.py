@@ -5,14 +5,15 @@ A prompt waits no longer than computing the same tokens would take. A failed res
 never changes a result.
 
 Invariants: a block enters the prefix cache only after the checksum of its KV in pages was verified.
-The pages of a restore are always released when the restore ends. A reset of the cache also discards
-blocks that are being restored."""
+The pages of a restore are always released when the restore ends. A reset of the cache, or the end
+of a session, also discards blocks that are being restored."""
 
 import asyncio
 import contextlib
+import itertools
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
@@ -115,6 +116,7 @@ class Restore:
         snapshot_owner: Temporary owner of the pages of the snapshot; None if none is restored.
         held: The blocks that the source reads, by their index in the plan's chain.
         closing: Functions that keep background work of the source from writing to the pages.
+        dropped: Names of blocks that were dropped meanwhile, which must not be cached.
     """
 
     plan: RestorePlan
@@ -131,6 +133,15 @@ class Restore:
     restored: bool = False
     tail: TierBlock | None = None
     tail_came: bool = False
+    dropped: set[bytes] = field(default_factory=set)
+
+    @property
+    def to_cache(self) -> Chain:
+        """The leading blocks that are in pages now, up to the first that was dropped."""
+        came = self.plan.chain[: self.blocks]
+        if not self.dropped:
+            return came
+        return tuple(itertools.takewhile(lambda name: name not in self.dropped, came))
 
     @property
     def blocks(self) -> int:
@@ -146,7 +157,7 @@ class Restore:
         snapshot is restored."""
         if self.snapshot_owner is None:
             return None
-        return kept.begin_restore(self.plan.rank, self.snapshot_owner, tokens)
+        return kept.snapshots[self.plan.rank].begin_restore(self.snapshot_owner, tokens)
 
     def stop(self) -> None:
         """Ends the restore before its owner's pages are reused."""
@@ -185,8 +196,7 @@ class KvSource(Protocol):
         runs: Mapping[int, Sequence[int]],
         snapshot: Callable[[int], int | None],
         ahead_tokens: int = 0,
-        tail: Callable[[RestoreQuery, int, int], Tail | None] = lambda query, end, rank: None,
-        least_chunk: int = 0,
+        tail: Callable[[RestoreQuery, int, int], tuple[Tail, int] | None] = lambda *_: None,
     ) -> RestorePlan | None:
         """Plans a restore to the rank that has most blocks then. If hits need snapshots, it has a
         snapshot at its end. Returns None if computing is faster.
@@ -196,8 +206,8 @@ class KvSource(Protocol):
                 1 if the source must move it, and 0 if it moves without cost.
             snapshot: Function that returns the number of tokens that the snapshot after a number of
                 blocks moves, or None if the source has none.
-            tail: Function that returns the tail after a number of blocks, for a rank.
-            least_chunk: Smallest number of tokens that a chunk computes.
+            tail: Function that returns the tail after a number of blocks, for a rank, and the
+                number of tokens that it saves.
         """
         chain, size = query.chain, kept.block_tokens
         reach = {rank: query.known[rank] + len(run) for rank, run in runs.items()}
@@ -216,11 +226,9 @@ class KvSource(Protocol):
             if tokens and chain[end - 1] not in kept.snapshots[rank]:
                 moved_snapshot = snapshot(end)
         moved += moved_snapshot or 0
-        behind = tail(query, end, rank)
+        behind, saved = tail(query, end, rank) or (None, 0)
         if behind is not None:
-            moved += behind.tokens
-            # with the tail nothing is left to compute, not even a small chunk
-            tokens += max(behind.tokens, least_chunk)
+            moved, tokens = moved + behind.tokens, tokens + saved
         if not tokens or not self.prices.worth(moved, tokens + ahead_tokens, query.instead):
             return None
         return RestorePlan(
@@ -273,6 +281,9 @@ class KvSource(Protocol):
         """Drops all blocks and returns their number. Called before the blocks in pages are
         dropped."""
         return 0
+
+    def drop(self, names: Collection[bytes]) -> None:
+        """Drops these blocks and snapshots, also those that are being read or written."""
 
     async def erase(self) -> None:
         """Deletes the blocks that `clear` dropped from durable storage. Raises UnavailableError if
@@ -343,6 +354,7 @@ class KvSources:
         self._sources = tuple(sources)
         self._may_take = may_take
         self._running: Counter[Origin] = Counter()
+        self._filling: set[Restore] = set()
         self._owned: dict[int, Restore] = {}  # to pages of sequences, by owner
         self._tasks = BackgroundTasks()
 
@@ -445,6 +457,7 @@ class KvSources:
         if plan.snapshot and guest is not None:
             restore.snapshot_owner = guest
         self._running[source.name] += 1
+        self._filling.add(restore)
         try:
             cause = await source.bring(restore)
         except JdisaggError:
@@ -454,11 +467,12 @@ class KvSources:
             cause = "failed"
         finally:
             self._running[source.name] -= 1
+            self._filling.remove(restore)
             fresh = epoch == kept.epoch
-            came = plan.chain[: restore.blocks] if fresh else ()
+            came = restore.to_cache if fresh else ()
             if guest is not None:
                 if not restore.restored:
-                    kept.forget_snapshots(plan.rank, guest)
+                    kept.settle_snapshots(plan.rank, guest)
                 kept.let_go(plan.rank, guest, came)
             elif restore.owner is not None and restore.owner >= 0:
                 kept.keep(plan.rank, restore.owner, came)
@@ -499,16 +513,15 @@ class KvSources:
 
     # ---- all of them at once
 
-    async def start(self) -> None:
-        for source in self._sources:
-            await source.start()
-
-    def used(self, rank: int, chain: Chain) -> None:
-        for source in self._sources:
-            source.used(rank, chain)
-
     def clear(self, cause: str) -> int:
         return sum([source.clear(cause) for source in self._sources])
+
+    def drop(self, names: Collection[bytes]) -> None:
+        """Drops these blocks in all sources, and caches none that is being restored."""
+        for source in self._sources:
+            source.drop(names)
+        for restore in self._filling:
+            restore.dropped.update(names)
 
     async def erase(self) -> None:
         for source in self._sources:
@@ -522,13 +535,6 @@ class KvSources:
                 await self.erase()
 
         self._tasks.spawn(erase())
-
-    def expire(self, now: float) -> None:
-        for source in self._sources:
-            source.expire(now)
-
-    def stats(self) -> tuple[KeptTier, ...]:
-        return tuple([tier for source in self._sources for tier in source.stats()])
 
     def stop(self) -> None:
         self._tasks.cancel()

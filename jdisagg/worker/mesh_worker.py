@@ -1,8 +1,5 @@
-"""What a worker has besides its prompts and sequences: the loop of its mesh, cached KV, peers,
-leases, drain, status.
-
-State changes only on the event loop and between awaits, so every method sees a consistent state. A
-background task periodically ends expired leases and detects a mesh that hangs."""
+"""What a worker consists of, and what it does besides prompts and sequences: the loop of its mesh,
+cached KV, peers, leases, drain, status."""
 
 import asyncio
 import time
@@ -15,7 +12,7 @@ import msgspec
 from jdisagg.clock import Clock
 from jdisagg.config import InstanceConfig, LimitsConfig
 from jdisagg.costs.measured import StepTimes
-from jdisagg.errors import HandoffError, InvalidRequestError, JdisaggError, UnavailableError
+from jdisagg.errors import HandoffError, InvalidRequestError, UnavailableError
 from jdisagg.grammar.compiler import GrammarCompiler
 from jdisagg.messages.kept_blocks import KeptMark, KeptNews, KeptScheme
 from jdisagg.messages.ports import (
@@ -47,10 +44,12 @@ from jdisagg.worker.given_kv import GivenKv
 from jdisagg.worker.host_tier import HostTier
 from jdisagg.worker.incoming_kv import IncomingKv, KvEvents
 from jdisagg.worker.kv_sources import KvSource, KvSources
-from jdisagg.worker.outgoing_kv import OutgoingHandoff, OutgoingKv
+from jdisagg.worker.outgoing_kv import OutgoingKv
 from jdisagg.worker.peers import PeerResolver, Peers, SideCalls, hello_of
+from jdisagg.worker.senders import MigrationSender, PromptSender
 from jdisagg.worker.session_kv import SessionKv
 from jdisagg.worker.step_loop import DEPTH, StepLoop
+from jdisagg.worker.tasks import PromptTasks
 from jdisagg.worker.weights_updates import ServedWeights, WeightsUpdates
 
 
@@ -115,73 +114,68 @@ class MeshWorker(KvEvents, ABC):
         self.name = context.name
         self.address = context.address
         self.boot_id = context.ids()
-        self.counters = Counters()
+        self.counters = counters = Counters()
         self._context, self._config, self._limits = context, config, limits
-        self._clock = context.clock
+        self._clock, now, ids = context.clock, context.clock.now, context.ids
         self._layout = str(config.layout)
         self._mesh = mesh = executor.limits
+        timeouts = limits.timeouts.handoff
         # of prefills alone, one chunk per stage, and one in the queue
         depth = DEPTH if role.decodes else mesh.stages + 1
-        self._loop = StepLoop(
+        self._loop = loop = StepLoop(
             executor,
             self._turn,
             self._apply,
             self._break_down,
-            self._clock.now,
+            now,
             depth,
             before=self._copy_evicted,
         )
-        self._calls = SideCalls(self.counters, limits.timeouts.handoff)
-        self._hello = hello_of(
+        self._calls = SideCalls(counters, timeouts)
+        self._hello = hello = hello_of(
             context.name,
             context.model_fingerprint,
             mesh,
             executor.card,
             self.boot_id,
-            checksum_key=context.ids() if limits.verify else 0,
+            checksum_key=ids() if limits.verify else 0,
             weights=context.weights.identity,
             tuning=context.tuning,
             tuned_apart=limits.tuned_apart,
         )
-        self._outgoing = OutgoingKv(
-            self._hello, self._loop, mesh, self._clock, limits, self.counters, ended=self._sent
+        self._outgoing = outgoing = OutgoingKv(
+            hello, loop, mesh, self._clock, limits, counters, self._freed
         )
         self._adapters = AdapterLoads(
-            context.name, mesh.adapters, self._loop, self.counters, self._requests_running
+            context.name, mesh.adapters, loop, counters, self._requests_running
         )
-        self.weights = WeightsUpdates(
-            self, context.weights, self._loop, self.counters, self._clock.now
-        )
+        self.weights = WeightsUpdates(self, context.weights, loop, counters, now)
         self._attempts = Attempts()
         self._grammars: GrammarCompiler | None = None
         self._sweeping: asyncio.Task[None] | None = None
         self._draining = self._changing = False
         self._quiet = asyncio.Event()
-        self._state = DecodeState(mesh, context.names, self._adapters.table)
-        self._kept = self._state.residency
+        self._state = state = DecodeState(mesh, context.names, self._adapters.table)
+        self._kept = state.residency
         interruptible = isinstance(executor, InterruptibleExecutor)
         self._interruptible = executor if interruptible else None
-        spans = self._interruptible is not None
-        ids = context.ids
         self._scheduler = Scheduler(
-            self._state, config, role, spans, ids, time.thread_time, self.counters
+            state, config, role, interruptible, ids, time.thread_time, counters
         )
         self._prompts, self._admission = self._scheduler.prompts, self._scheduler.admission
-        timeouts, now = limits.timeouts.handoff, self._clock.now
-        self._peers = Peers(
-            peers, self._hello, self._loop, config.codec, now, timeouts, self._calls
-        )
-        self._sources = self._find_sources(fetches)
-        tiers = self._host, self._disk
+        self._peers = Peers(peers, hello, loop, config.codec, now, timeouts, self._calls)
+        self._sources = sources = self._find_sources(fetches)
         self._sessions = SessionKv(
-            self.name, self._kept, self._sources, *tiers, role, self._clock.now
+            self.name, self._kept, sources, self._host, self._disk, role, now
         )
-        self._given = GivenKv(
-            self._sources, self._outgoing, self._loop, mesh, ids, self.counters, role
-        )
+        self._given = GivenKv(sources, outgoing, loop, mesh, ids, counters, role)
         # a reset of all workers may take this long
         closed_seconds = limits.timeouts.request.status_seconds
-        self._cache = CachedKv(self._sources, self._given, mesh, self.counters, closed_seconds)
+        self._cache = CachedKv(sources, mesh, counters, now, closed_seconds)
+        self._tasks = PromptTasks()
+        self._migration = MigrationSender(state, outgoing, loop, ids, timeouts, counters)
+        key = hello.checksum_key
+        self._sender = PromptSender(state, self._admission, outgoing, loop, ids, key)
 
     def _find_sources(self, fetches: bool) -> KvSources:
         kept, loop, mesh, now = self._kept, self._loop, self._mesh, self._clock.now
@@ -213,7 +207,8 @@ class MeshWorker(KvEvents, ABC):
     async def start(self) -> None:
         self._kept.rename(self.weights.served.identity)
         self._loop.start()
-        await self._sources.start()
+        for source in self._sources:
+            await source.start()
         self._sweeping = asyncio.get_running_loop().create_task(self._keep_sweeping())
 
     async def stop(self) -> None:
@@ -262,7 +257,8 @@ class MeshWorker(KvEvents, ABC):
                 it is given, which are some of each dp rank.
             scratch_tokens: Number of positions that these pages should hold.
         """
-        self._changing = True
+        # a transfer would hold pages, and run on the mesh as it is prepared
+        self._changing = self._given.closed = True
         ledgers, owner = self._state.ledgers, self._state.new_key()
         try:
             await self.drain(drain_seconds)
@@ -280,7 +276,7 @@ class MeshWorker(KvEvents, ABC):
             for part in (self._scheduler, self._host, self._sessions, self._given):
                 part.take_role(role)
         finally:
-            self._changing = self._draining = False
+            self._changing = self._draining = self._given.closed = False
             self._loop.wake()
 
     def _break_down(self, error: UnavailableError) -> None:
@@ -305,13 +301,13 @@ class MeshWorker(KvEvents, ABC):
 
     def _sweep(self, now: float) -> None:
         self._outgoing.sweep(now)
-        self._sources.expire(now)
+        for source in self._sources:
+            source.expire(now)
         self._sessions.sweep(now)
-        self.weights.expire()
+        self.weights.expire(now)
         self._loop.break_if_stalled(self._limits.step_seconds)
         self._attempts.forget_before(now - 2 * self._limits.handoff_lease_seconds)
-        self._loop.wake()
-        self._quiet.set()
+        self._freed()
 
     # ---- prompts and sequences
 
@@ -324,17 +320,22 @@ class MeshWorker(KvEvents, ABC):
     def _apply(self, command: StepCommand, result: StepResult) -> None:
         """Processes the result of a planned command."""
 
-    @abstractmethod
-    def _sent(self, handoff: OutgoingHandoff, error: JdisaggError | None) -> None:
-        """Called when a hand-off has ended. `error` is None if it succeeded."""
+    def _freed(self) -> None:
+        """Lets others have what became free, and a drain see it."""
+        self._loop.wake()
+        self._quiet.set()
 
-    @abstractmethod
     def _requests_running(self) -> list[Request]:
         """Returns the requests that have sequences with pages or wait for them."""
+        return [
+            task.prompt.request
+            for key, task in self._tasks.items()
+            if task.stream is None or key in self._state.groups
+        ]
 
-    @abstractmethod
     def _busy(self) -> bool:
         """Returns whether any work is left that a drain must wait for."""
+        return bool(self._tasks or len(self._outgoing))
 
     @abstractmethod
     def _hand_on(self) -> None:
@@ -383,7 +384,6 @@ class MeshWorker(KvEvents, ABC):
 
     def forget_weights(self, keep: bool, identity: str) -> None:
         self._cache.forget(None, "weights")
-        self._sources.erase_later()
         self._kept.rename(identity)
         self._hello = msgspec.structs.replace(self._hello, weights=identity)
         self._outgoing.introduce(self._hello)
@@ -442,7 +442,7 @@ class MeshWorker(KvEvents, ABC):
             queued_tokens=self._prompts.backlog.tokens,
             queued_pairs=self._prompts.backlog.pairs,
             free_states=state.states.free_by_rank(),
-            total_states=state.states.total_by_rank(),
+            total_states=state.states.by_rank,
             kept=self._cache.tiers(),
             kv_channels=context.kv_channels(),
             times=context.times(),
@@ -487,6 +487,9 @@ class MeshWorker(KvEvents, ABC):
     async def acknowledge(self, handoff_id: int, offer_ids: tuple[int, ...]) -> None:
         await self._outgoing.acknowledge(handoff_id, offer_ids)
         self._given.moved()
+        self._migration.poke()
+        if self._admission.queue or self._prompts:
+            self._loop.wake()  # their destination may have been stalled
 
     async def abort(self, handoff_id: int, reason: str) -> None:
         await self._outgoing.abort(handoff_id, reason)

@@ -26,6 +26,10 @@ from jdisagg.worker.step_loop import StepLoop
 ENDED_KEPT = 1024
 
 
+# what is called when a hand-off has ended, with None if it succeeded
+Ended = Callable[[JdisaggError | None], None]
+
+
 class OutgoingHandoff:
     def __init__(
         self, handoff_id: int, attempt: int, sequence: int, until: float, destination: str = ""
@@ -38,6 +42,7 @@ class OutgoingHandoff:
         self.acknowledgements = 0
         self.has_receiver = asyncio.Event()
         self.error: JdisaggError | None = None
+        self.ended: Ended = lambda error: None
         self.handoff = Handoff(handoff_id, HandoffState.COMPUTING, until)
         self._outstanding: dict[int, int] = {}
         self._offers = 0
@@ -125,6 +130,8 @@ class OutgoingHandoff:
 
 
 class OutgoingKv:
+    """`freed`: function that is called after each end of a hand-off."""
+
     def __init__(
         self,
         hello: PeerHello,
@@ -133,7 +140,7 @@ class OutgoingKv:
         clock: Clock,
         limits: LimitsConfig,
         counters: Counters,
-        ended: Callable[[OutgoingHandoff, JdisaggError | None], None],
+        freed: Callable[[], None],
     ) -> None:
         self._hello = hello
         self._loop = loop
@@ -142,7 +149,7 @@ class OutgoingKv:
         self._lease_seconds = limits.handoff_lease_seconds
         self._silence_seconds = limits.timeouts.handoff.receiver_silence_seconds
         self._counters = counters
-        self._ended = ended
+        self._freed = freed
         self._handoffs: dict[int, OutgoingHandoff] = {}
         # one event per reader that connected before the hand-off was opened
         self._awaited: dict[int, list[asyncio.Event]] = {}
@@ -166,10 +173,11 @@ class OutgoingKv:
             offered[name] = offered.get(name, 0) + handoff.outstanding_tokens
         return offered
 
-    def open(self, handoff: OutgoingHandoff, awaits: bool = False) -> None:
+    def open(self, handoff: OutgoingHandoff, ended: Ended, awaits: bool = False) -> None:
         """Makes a hand-off available to its receiver. `awaits`: whether the receiver requested the
         hand-off and must therefore connect within the lease."""
         assert handoff.handoff_id not in self._handoffs, "ids are used once"
+        handoff.ended = ended
         self._handoffs[handoff.handoff_id] = handoff
         if awaits:
             handoff.expect_receiver(self._lease(handoff))
@@ -294,4 +302,5 @@ class OutgoingKv:
     def _forget(self, handoff: OutgoingHandoff, error: JdisaggError | None) -> None:
         self._handoffs.pop(handoff.handoff_id, None)
         self._over.append(handoff.handoff_id)
-        self._ended(handoff, error)
+        handoff.ended(error)
+        self._freed()

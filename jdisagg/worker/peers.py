@@ -330,13 +330,11 @@ class Peers:
         if known is not None and same and source.boot_id and known.hello.boot_id == source.boot_id:
             known.used_at = self.now()
             return known.link
-        try:
-            with limit(self._hello_seconds):
-                theirs = await port.hello(self._hello)
-        except TimeoutError:
-            raise HandoffError(
-                f"worker {source.worker!r} did not answer a hello within {self._hello_seconds:g} s"
-            ) from None
+        late = HandoffError(
+            f"worker {source.worker!r} did not answer a hello within {self._hello_seconds:g} s"
+        )
+        with limit(self._hello_seconds, late):
+            theirs = await port.hello(self._hello)
         known = self._connected.get((source.worker, source.address))
         # within one process this is the same object each time
         if known is not None and known.hello is theirs:
@@ -459,13 +457,12 @@ def peer_name(hello: PeerHello) -> str:
 
 
 def _words(layer: KVLayer) -> str:
-    parts = " ".join(
-        f"{part.name}[{part.heads},{part.width}]{part.dtype and f' {part.dtype}'}"
-        for part in layer.components
-    )
-    kept = " ".join(
-        f"{part.name}[{part.heads},{part.width}]{part.dtype and f' {part.dtype}'}"
-        for part in layer.state
+    parts, kept = (
+        " ".join(
+            f"{part.name}[{part.heads},{part.width}]{part.dtype and f' {part.dtype}'}"
+            for part in arrays
+        )
+        for arrays in (layer.components, layer.state)
     )
     words = [parts, layer.window and f"window {layer.window}", kept and f"state {kept}"]
     return f"({' '.join(filter(None, words))})"

@@ -174,7 +174,7 @@ class MigrationSender:
         """Starts the migration of a `movable` group. Returns the id of its KV transfer."""
         child = group.children[0]
         handoff = OutgoingHandoff(self._ids(), group.attempt, group.key, group.until)
-        self._outgoing.open(handoff)
+        self._outgoing.open(handoff, lambda error: self._ended(group.key, error))
         task = asyncio.get_running_loop().create_task(self._run(child, handoff))
         self._migrations[group.key] = _Migration(child, handoff, task)
         self._counters.add("moves_begun")
@@ -189,7 +189,7 @@ class MigrationSender:
         if migration is not None:
             self._outgoing.end(migration.handoff, HandoffError(reason))
 
-    def ended(self, key: int, error: JdisaggError | None) -> None:
+    def _ended(self, key: int, error: JdisaggError | None) -> None:
         """Handles the end of a migration's KV transfer. After success, the sequence ends on this
         worker as moved. After an `error`, it runs decode steps on this worker again."""
         migration = self._migrations.pop(key)

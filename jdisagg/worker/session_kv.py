@@ -89,8 +89,7 @@ class SessionKv:
         kept = self._kept
         dropped = len([name for name in names if name in kept.log]) * kept.block_tokens
         kept.drop(names)
-        self._disk.drop(names)
-        self._host.drop(names)
+        self._sources.drop(names)
         return SessionReport(self._worker, dropped_tokens=dropped)
 
     async def _demote(self, session: KeptSession) -> None:

@@ -6,6 +6,7 @@ cached KV is dropped in all tiers, and the names of later KV change. So no step 
 these changes."""
 
 import asyncio
+import math
 from collections.abc import Awaitable, Callable
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
@@ -145,12 +146,10 @@ class WeightsUpdates:
         if self._reading:
             self._drop()  # this also ends the call that reads
         async with self._changing:
-            if self._staged is not None:
-                self._staged = None
-                self._drop()
+            self.expire(math.inf)
 
-    def expire(self) -> None:
-        if self._staged is not None and self._staged.until < self._now():
+    def expire(self, now: float) -> None:
+        if self._staged is not None and self._staged.until < now:
             self._staged = None
             self._drop()
 
@@ -214,13 +213,10 @@ class WeightsUpdates:
         return turn(self._changing, seconds, f"worker {self._worker.name!r}: {what}")
 
     async def _within(self, work: Awaitable[object], seconds: float, what: str) -> object:
-        try:
-            with limit(seconds):
-                return await work
-        except TimeoutError:
-            raise DeadlineExceededError(
-                f"worker {self._worker.name!r} did not {what} within {seconds:g} s"
-            ) from None
+        name = self._worker.name
+        late = DeadlineExceededError(f"worker {name!r} did not {what} within {seconds:g} s")
+        with limit(seconds, late):
+            return await work
 
     # ---- sleep
 

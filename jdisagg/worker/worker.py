@@ -23,7 +23,6 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
 
 from jdisagg.clock import within
-from jdisagg.config import InstanceConfig, LimitsConfig
 from jdisagg.errors import (
     BrokenModelError,
     DeadlineExceededError,
@@ -55,19 +54,14 @@ from jdisagg.messages.step_commands import (
     StepCommand,
     StepResult,
 )
-from jdisagg.messages.worker_status import WorkerRole
-from jdisagg.request import FinishReason, Request
-from jdisagg.scheduler.executor import Executor
+from jdisagg.request import FinishReason
 from jdisagg.scheduler.handoff import HandoffEvent, HandoffState
 from jdisagg.scheduler.prompts import check_queue
 from jdisagg.scheduler.sequences import ChildProgress, SequenceGroup, Stage
 from jdisagg.scheduler.turn import Facts, Turn
 from jdisagg.worker.incoming_handoff import Received
-from jdisagg.worker.mesh_worker import MeshWorker, WorkerContext
-from jdisagg.worker.outgoing_kv import OutgoingHandoff
-from jdisagg.worker.peers import PeerResolver
-from jdisagg.worker.senders import MigrationSender, PromptSender
-from jdisagg.worker.tasks import PromptTask, PromptTasks, SpanStream, overdue, unchosen
+from jdisagg.worker.mesh_worker import MeshWorker
+from jdisagg.worker.tasks import PromptTask, SpanStream, overdue, unchosen
 
 MOST_MOVES = 3
 
@@ -75,28 +69,9 @@ MOST_MOVES = 3
 class Worker(MeshWorker):
     """One mesh behind its ports: `PrefillPort`, `DecodePort` and `PeerPort`."""
 
-    def __init__(
-        self,
-        context: WorkerContext,
-        role: WorkerRole,
-        executor: Executor,
-        config: InstanceConfig,
-        limits: LimitsConfig,
-        peers: PeerResolver,
-        fetches: bool = False,
-    ) -> None:
-        super().__init__(context, role, executor, config, limits, peers, fetches)
-        self._tasks = PromptTasks()
-        state, loop, ids = self._state, self._loop, context.ids
-        timeouts, key = limits.timeouts.handoff, self._hello.checksum_key
-        self._migration = MigrationSender(state, self._outgoing, loop, ids, timeouts, self.counters)
-        self._sender = PromptSender(state, self._admission, self._outgoing, loop, ids, key)
-
     # ---- the loop
 
     def _turn(self, step: int | None) -> StepCommand | None:
-        """Takes a turn of the scheduler and carries it out. Returns its command, which has the
-        number `step`."""
         prompts = self._prompts
         for prompt in prompts.take_released() if prompts.released else ():
             self._seek(self._tasks[prompt.key])
@@ -158,7 +133,6 @@ class Worker(MeshWorker):
         return self._sender.announce(chunk, self._tasks, self._clock.now())
 
     def _apply(self, command: StepCommand, result: StepResult) -> None:
-        """Processes the result of a planned command."""
         if isinstance(command, PrefillChunk):
             assert isinstance(result, PrefillResult)
             self._apply_chunk(command, result)
@@ -238,16 +212,15 @@ class Worker(MeshWorker):
                 child.aside_seconds = call.aside_seconds + self._clock.now() - began
         self._hold(group, call.deadline_seconds)  # a restore may outlast the lease
         try:
-            if task.prompt.useful:
-                await self._restore(task, group)
+            await self._restore(task, group)
         except BaseException:
             self._drop(group.key)
             raise
         self._cache.used(task.prompt, group.rank, group.cached_tokens, task.restored)
-        self._hold(group, self._limits.reservation_lease_seconds)
         cached, block = group.cached_tokens, self._kept.block_tokens
         of_prompt = task.restored.split(group.rank, min(cached, group.prompt_tokens))
-        left, own = max(0.0, group.handoff.deadline - self._clock.now()), self._hello.weights
+        left, own = self._limits.reservation_lease_seconds, self._hello.weights
+        self._hold(group, left)
         known = task.prompt.tokens if group.complete else cached
         return Reservation(group.key, self.name, group.rank, left, known, of_prompt, own, block)
 
@@ -264,7 +237,7 @@ class Worker(MeshWorker):
             named = isinstance(call, PrefillCall) or not call.whole
             self._prompts.begin(task.prompt, named=named, shared=self._computes)
         if task.handoff is not None:
-            self._outgoing.open(task.handoff)
+            self._outgoing.open(task.handoff, lambda error: self._sent(task, error))
         self._seek(task)
         self._loop.wake()
         return task
@@ -322,7 +295,9 @@ class Worker(MeshWorker):
         if group.complete or not (prompt.useful or prompt.tail):
             return
         query = task.query_of(group, self._mesh.ranks, kept.block_tokens)
-        pages = self._state.ledgers[rank].pages(group.key)
+        # a tail may be longer than what the client has received of the answer
+        end = max(prompt.tokens, prompt.tail.end if prompt.tail else 0)
+        pages = self._state.cover(group, end) or self._state.ledgers[rank].pages(group.key)
         blocks, tail = await self._sources.fill(query, group.key, pages, task.restored)
         usable = kept.usable_tokens(blocks * kept.block_tokens, prompt.computes)
         group.cached_tokens = max(group.cached_tokens, usable)
@@ -330,9 +305,10 @@ class Worker(MeshWorker):
             group.complete, group.cached_tokens = True, prompt.tokens - 1
 
     def _hold(self, group: SequenceGroup, seconds: float) -> None:
-        group.handoff = group.handoff.expect(self._clock.now() + seconds)
+        until = self._clock.now() + seconds
+        group.handoff = group.handoff.expect(until)
         if (stream := self._stream(group.key)) is not None:
-            stream.lease_until = group.handoff.deadline
+            stream.lease_until = until  # also if the group has ended meanwhile
 
     # ---- which of them are taken
 
@@ -468,9 +444,7 @@ class Worker(MeshWorker):
         """Offers a running sequence to other decode workers. Until one of them has taken it over,
         it continues on this worker. Returns False if the sequence cannot migrate now."""
         group, stream = self._state.groups.get(reservation_id), self._stream(reservation_id)
-        if group is None or stream is None:
-            return False
-        if not stream.taken or not self._migration.movable(group):
+        if group is None or stream is None or not (stream.taken and self._migration.movable(group)):
             return False
         handoff_id = self._migration.begin(group)
         own = self.address, self.boot_id, self._hello.weights
@@ -519,7 +493,8 @@ class Worker(MeshWorker):
     def _fail(self, task: PromptTask, error: JdisaggError) -> None:
         group = self._state.groups.get(task.prompt.key)
         if isinstance(error, BrokenModelError):
-            self._cache.forget_broken(task.prompt.rank if group is None else group.rank)
+            # its blocks may be the cause of a result that is no number
+            self._cache.forget(task.prompt.rank if group is None else group.rank, "broken")
         if task.handoff is not None:
             self._outgoing.end(task.handoff, error)
         elif task.stream is None:  # it waits for pages
@@ -528,42 +503,17 @@ class Worker(MeshWorker):
         elif group is not None:
             task.stream.fail(error)
             self._end(group)
-        self._loop.wake()
-        self._quiet.set()
+        self._freed()
 
-    def _sent(self, handoff: OutgoingHandoff, error: JdisaggError | None) -> None:
-        """Called when a hand-off has ended. `error` is None if it succeeded."""
-        key = handoff.sequence
-        task = self._tasks.get(key)
-        if task is not None and task.handoff is handoff:
-            if task.restoring is not None:
-                task.restoring.cancel()
-            self._admission.release(task.prompt)
-            self._drop(key)
-            if error is not None:
-                task.fail(error)
-        elif not self._given.ended(key):
-            self._migration.ended(key, error)
-        self._loop.wake()  # others may get what became free
-        self._quiet.set()
-
-    async def acknowledge(self, handoff_id: int, offer_ids: tuple[int, ...]) -> None:
-        await super().acknowledge(handoff_id, offer_ids)
-        self._migration.poke()
-        if self._admission.queue or self._prompts:
-            self._loop.wake()  # their destination may have been stalled
+    def _sent(self, task: PromptTask, error: JdisaggError | None) -> None:
+        if task.restoring is not None:
+            task.restoring.cancel()
+        self._admission.release(task.prompt)
+        self._drop(task.prompt.key)
+        if error is not None:
+            task.fail(error)
 
     # ---- all of them
-
-    def _requests_running(self) -> list[Request]:
-        return [
-            task.prompt.request
-            for key, task in self._tasks.items()
-            if task.stream is None or key in self._state.groups
-        ]
-
-    def _busy(self) -> bool:
-        return bool(self._tasks or len(self._outgoing))
 
     def _hand_on(self) -> None:
         """Offers running sequences to other workers. A prompt is not worth moving."""

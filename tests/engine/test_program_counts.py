@@ -164,6 +164,22 @@ def test_a_start_compiles_the_prompts_that_decode_meshes_append(
     assert appending - alone == Counter(group=1, head=1), (alone, appending)
 
 
+def test_a_start_compiles_what_moves_tails_to_host_memory_and_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Their pieces are shorter than a block. With a grid there are no tails."""
+    recipe = tiny_cpu.get_config()
+    without, tails = (
+        programs_of(
+            replace(recipe, prefix=replace(recipe.prefix, append_tokens=0, grid_tokens=grid)),
+            "cpu",
+            monkeypatch,
+        )
+        for grid in (128, None)
+    )
+    assert tails - without == Counter(extract=1, insert=1), (without, tails)
+
+
 def test_a_start_on_one_gpu_has_few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     recipe = for_accelerators(tiny_cpu.get_config(), 1)
     assert recipe.mode is Mode.CHUNKED

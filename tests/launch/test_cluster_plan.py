@@ -1,5 +1,6 @@
 """Which processes make a cluster, as data; and what makes two copies of a model the same."""
 
+import json
 import shutil
 import socket
 from dataclasses import replace
@@ -175,6 +176,21 @@ def test_copies_of_a_model_agree_and_other_weights_or_types_differ(tmp_path: Pat
     data[len(data) // 3] ^= 1
     weights.write_bytes(bytes(data))
     assert model_fingerprint(copy, "float32") != original
+
+
+def test_workers_with_another_head_that_has_kv_differ_and_assistants_change_nothing(
+    tmp_path: Path,
+) -> None:
+    def drafted(kind: str, tensors: bytes) -> str:
+        folder = tmp_path / f"{kind} {tensors.hex()}"
+        folder.mkdir()
+        (folder / "config.json").write_text(json.dumps({"model_type": kind}))
+        (folder / "model.safetensors").write_bytes(tensors)
+        return model_fingerprint(SHIPPED_MODEL, "float32", draft=str(folder))
+
+    plain = model_fingerprint(SHIPPED_MODEL, "float32")
+    assert len({plain, drafted("llama", b"one"), drafted("llama", b"two")}) == 3
+    assert drafted("gemma4_assistant", b"one") == plain
 
 
 def test_an_ipv6_host_is_bracketed_wherever_a_port_follows(tmp_path: Path):

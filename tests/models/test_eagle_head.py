@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from jdisagg.errors import CheckpointError
+from jdisagg.errors import CheckpointError, LayoutError
 from jdisagg.layout.axes import Layout
 from jdisagg.model_api import Shards
 from jdisagg.ops.dense_attention import dense_causal_attend
@@ -101,6 +101,24 @@ def test_the_head_of_another_model_is_refused(tmp_path: Path) -> None:
         (head / "config.json").write_text(plain)
         with pytest.raises(CheckpointError, match=f"{message}.*trained for this model"):
             loaded(changed(head, **fields))
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"intermediate_size": 42}, "the drafter of --draft: layout tp=4 .* 42 ffn width"),
+        (
+            {"num_attention_heads": 6, "head_dim": 8},
+            "the drafter of --draft: layout tp=4 .* 6 query heads",
+        ),
+    ],
+)
+def test_a_layout_that_does_not_divide_the_head_is_refused(
+    fields: dict[str, int], message: str, tmp_path: Path
+) -> None:
+    head = changed(eagle_head(MODEL, tmp_path), **fields)
+    with pytest.raises(LayoutError, match=message):
+        load_model(MODEL, Layout(tp=4), jax.devices()[:4], draft=str(head))
 
 
 def test_a_missing_tensor_is_named(tmp_path: Path) -> None:

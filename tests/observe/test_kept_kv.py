@@ -21,7 +21,8 @@ async def served() -> tuple[Samples, list[CachedTokens], ObservedCluster, dict]:
     what usage said, the cluster, and the root of the last one's trace."""
     async with keeping() as cluster:
         cluster.prefill_mesh.disk = FakeDisk()
-        await cluster.prefill._sources.start()
+        for source in cluster.prefill._sources:
+            await source.start()
         told: list[CachedTokens] = []
         for place, number in enumerate([1, 1, 2, 3, 3, 2, 4, 5, 6, 1]):
             request = replace(other(number), request_id=f"r{place}")

@@ -29,9 +29,6 @@ class Holder:
         names = BlockNames(SECRET, "model", GRAIN)
         self.residency = Residency(self.ledgers, page_size, names)
         self.residency.log = KeptLog(events_on_record)
-        self.residency.log = KeptLog(events_on_record)
-        for tree in self.residency._trees:
-            tree._log = self.residency.log
         self._page_size = page_size
         self._owner = 0
         self.mark = KeptMark()

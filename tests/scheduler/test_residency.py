@@ -156,13 +156,13 @@ class ResidencyMachine(RuleBasedStateMachine):
     def clear(self) -> None:
         self.residency.clear()
         self.left.clear()
-        assert self.ledger.idle_pages == 0
+        assert len([*self.ledger.idle()]) == 0
 
     @invariant()
     def free_held_and_kept_pages_are_all_pages(self) -> None:
         held = {page for owner in self.ledger.owners() for page in self.ledger.pages(owner)}
         assert self.ledger.free_pages + len(held) == PAGES
-        assert self.ledger.idle_pages <= self.ledger.free_pages
+        assert len([*self.ledger.idle()]) <= self.ledger.free_pages
 
     @invariant()
     def a_held_page_is_never_given_away(self) -> None:
@@ -174,7 +174,7 @@ class ResidencyMachine(RuleBasedStateMachine):
 
     @invariant()
     def every_kept_page_has_one_name(self) -> None:
-        tree = self.residency._trees[0]
+        tree = self.residency.trees[0]
         assert tree._names.keys() == self.ledger._kept
         tails = [pages for name, pages in tree._blocks.items() if name in tree._tails]
         blocks = (len(tree) - len(tails)) * GRAIN // PAGE_SIZE
@@ -183,7 +183,7 @@ class ResidencyMachine(RuleBasedStateMachine):
 
     @invariant()
     def a_block_holds_what_its_name_says(self) -> None:
-        tree = self.residency._trees[0]
+        tree = self.residency.trees[0]
         for name, tokens in self.known.items():
             if name in tree:
                 written = [token for page in tree.pages((name,)) for token in self.holds[page]]

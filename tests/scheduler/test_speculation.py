@@ -284,7 +284,7 @@ def test_predictions_that_take_long_are_made_less_often(
             return None
 
     bench, drafter = Bench(text=list(range(300))), Slow()
-    bench.batches._speculation = Speculation(LIMITS, drafter, lambda: drafter.now)
+    bench.batches.speculation = Speculation(LIMITS, drafter, lambda: drafter.now)
     bench.ready(1, [300, 301])
     for _ in range(270):
         bench.run(bench.plan(), 1e-2)
@@ -299,7 +299,7 @@ class MeshBench(Bench):
         super().__init__(limits, range(300))
         speculation = Speculation.of(limits, lambda: 0.0)
         assert speculation is not None and speculation.source == "mtp"
-        self.speculation = self.batches._speculation = speculation
+        self.speculation = self.batches.speculation = speculation
         self.right = right
 
     def run(self, plan: DecodeSteps, seconds: float = 1.0) -> list[int]:
@@ -322,7 +322,8 @@ def test_a_step_verifies_the_drafts_of_the_step_before_which_is_not_read_yet() -
     assert [(one.tokens, one.count) for one in second.drafts] == [((), CHAIN)]
     assert bench.run(first) + bench.run(second) == [1, 3]
     assert child.generated == list(range(8))
-    assert bench.batches.take_drafts() == [("mtp", 3, 2)]
+    drafts = bench.speculation
+    assert (drafts.source, drafts.drafted, drafts.accepted) == ("mtp", 3, 2)
 
 
 def tried_again(bench: Bench) -> DecodeSteps:

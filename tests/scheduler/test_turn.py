@@ -99,6 +99,20 @@ def test_a_higher_priority_gets_pages_and_a_slot_in_the_turn_in_which_others_giv
     assert isinstance(command, DecodeSteps) and command.admits[0].slot == 0
 
 
+def test_a_prompt_that_gives_way_before_its_first_chunk_is_not_computed_in_the_same_turn() -> None:
+    """Its pages are those of the other one by now."""
+    mesh = Mesh(toy_limits(pages_per_rank=6), WorkerRole.MIXED)
+    mesh.asks(1, tokens=16)
+    (low,) = mesh.turn(busy=True).groups
+    mesh.state.advance(low, HandoffEvent.GENERATE, 9.0)
+    samples = tuple([child.sample_spec() for child in low.alive])
+    mesh.scheduler.prompts.add(low.key, low.rank, samples, 0, low.epoch)
+    high = mesh.asks(2, tokens=4, priority=1)
+    turn = mesh.turn()
+    assert turn.yielded == 1 and turn.prompts == [high]
+    assert turn.command is None and not mesh.scheduler.prompts
+
+
 def test_a_sequence_that_loses_its_pages_to_a_running_one_is_reported_in_the_same_turn() -> None:
     mesh = Mesh(toy_limits(pages_per_rank=8))
     mesh.asks(1, tokens=8)

@@ -187,5 +187,5 @@ def test_a_restored_window_takes_the_pages_of_its_window_alone() -> None:
     assert run.windows.total - run.windows.available == 16 - (64 - WINDOW + 1) // PAGE
     shorter = run.snapshots.begin_restore(-1, 8)
     assert shorter is not None and len(shorter) == 2 and run.windows.available == 10
-    run.kept.forget_snapshots(0, -1)
+    run.kept.settle_snapshots(0, -1)
     assert run.windows.available == 12 and not len(run.snapshots)

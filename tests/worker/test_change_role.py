@@ -7,12 +7,16 @@ from dataclasses import replace
 import pytest
 
 from jdisagg.errors import DeadlineExceededError, UnavailableError
-from jdisagg.messages.step_commands import DecodeSteps, PrefillChunk
+from jdisagg.messages.ports import FetchCall, FetchReply
+from jdisagg.messages.step_commands import DecodeSteps, ExtractBlock, PrefillChunk
 from jdisagg.messages.worker_status import WorkerRole
+from jdisagg.worker import given_kv
 from tests.fakes.cluster import Fleet, toy_request, until
 from tests.fakes.fake_executor import toy_limits
 from tests.worker.calls import prefill_call, reserve_call
 from tests.worker.conversations import NAMES
+from tests.worker.conversations import limits as roomy
+from tests.worker.tiers import FAST, other
 
 PREFILL, DECODE = WorkerRole.PREFILL, WorkerRole.DECODE
 LIMITS = replace(toy_limits(), append_buckets=(8,))
@@ -111,3 +115,50 @@ async def test_prompts_for_another_role_are_refused_with_the_role_that_the_worke
         await fleet.change_role("prefill1")
         with pytest.raises(UnavailableError, match="is a decode worker now"):
             await worker.prefill(prefill_call(2))
+
+
+LONG = other(1, tokens=200)  # twelve blocks of 16
+
+
+async def fetched(fleet: Fleet, name: str, handoff_id: int) -> FetchReply:
+    """Asks a worker for what it cached of `LONG`."""
+    worker = fleet.processes[name].worker
+    chain = worker._kept.chain(LONG, LONG.prompt_token_ids)
+    return await worker.fetch(FetchCall(handoff_id, "prefill0", chain, 0, 16, 60.0))
+
+
+async def test_nothing_is_fetched_from_a_worker_that_changes() -> None:
+    """It would hold pages, and its mesh would run other commands while it is measured."""
+    async with Fleet(2, 2, roomy(), roomy(), names=NAMES) as fleet:
+        await fleet.ask(LONG, fleet.new_path("prefill1", "decode0"))
+        worker, replies = fleet.processes["prefill1"].worker, []
+
+        async def prepare(pages: tuple[tuple[int, ...], ...]) -> None:
+            replies.append(await fetched(fleet, "prefill1", 70))
+            raise DeadlineExceededError("no programs")
+
+        with pytest.raises(DeadlineExceededError):
+            await worker.change_role(DECODE, 1.0, prepare)
+        assert replies == [FetchReply()]
+        assert (await fetched(fleet, "prefill1", 71)).blocks == 12, "afterwards it gives again"
+        await worker.abort(71, "not wanted any more")
+
+
+async def test_transfers_that_a_prefill_worker_ended_let_it_extract_no_more_as_decode_worker(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(given_kv, "BETWEEN_STEPS", 4)
+    async with Fleet(2, 2, roomy(), roomy(), names=NAMES, costs=FAST) as fleet:
+        await fleet.ask(LONG, fleet.new_path("prefill1", "decode0"))
+        worker, mesh = fleet.processes["prefill1"].worker, fleet.processes["prefill1"].mesh
+        for handoff_id in range(70, 90):
+            assert (await fetched(fleet, "prefill1", handoff_id)).blocks == 12
+            await asyncio.sleep(0.01)
+            await worker.abort(handoff_id, "not wanted any more")
+        await fleet.change_role("prefill1")
+        before = len(mesh.ran(ExtractBlock))
+        assert (await fetched(fleet, "prefill1", 90)).blocks == 12
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        assert len(mesh.ran(ExtractBlock)) - before == given_kv.BETWEEN_STEPS
+        await worker.abort(90, "not wanted any more")

@@ -11,6 +11,7 @@ from dataclasses import replace
 import pytest
 
 from jdisagg.config import Mode, RoutingConfig
+from jdisagg.messages.ports import Child, ReserveCall
 from jdisagg.messages.step_commands import PrefillChunk
 from jdisagg.request import CachedTokens, Request
 from jdisagg.scheduler.disk_blocks import FILE_EXTRA_BYTES
@@ -232,6 +233,24 @@ async def test_a_request_that_is_given_up_while_it_waits_for_a_restore_leaves_no
         await asyncio.sleep(5.0)
         await accounted(cluster)
         assert await turn(cluster, 1, "again") == CachedTokens(host=64)
+
+
+async def test_a_reservation_that_ends_during_its_restore_is_kept_no_longer_than_a_lease() -> None:
+    async with tiers(costs=Costs(pull=0.5, other=1e-5)) as cluster:
+        await turn(cluster, 1, "first")
+        await turn(cluster, 2, "takes its pages")
+        worker = cluster.decode
+        gone = replace(other(1), request_id="gone")
+        call = ReserveCall(gone, 1, (Child(0),), 1000.0, computes=True)
+        reserving = asyncio.ensure_future(worker.reserve(call))
+        await until(lambda: len(worker._sources._owned))
+        (group,) = worker._state.groups.values()
+        worker._end(group, preempted=True)
+        reservation = await reserving
+        assert reservation.reservation_id == group.key and reservation.lease_seconds < 10.0
+        await asyncio.sleep(10.0)  # nobody takes it
+        assert worker.at_rest()
+        await accounted(cluster)
 
 
 def mixed(**more: object) -> Fleet:

@@ -168,6 +168,35 @@ async def test_between_two_steps_of_running_sequences_few_blocks_are_extracted(
         await settled(one)
 
 
+async def test_transfers_that_were_given_up_let_later_ones_extract_no_more_between_two_steps(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Those of a prefill worker, which has no such limit and becomes a decode worker."""
+    monkeypatch.setattr(given_kv, "BETWEEN_STEPS", 2)
+    mesh = replace(limits(), chunk_buckets=(16,))
+    async with fleet(prefill=mesh, prefills=2, costs=Costs(pull=1e-5, other=1e-2)) as both:
+        request, holder = other(1, tokens=150), both.prefill_worker("prefill0")
+        await both.ask(request, both.new_path("prefill0"))
+        names = holder._kept.chain(request, request.prompt_token_ids)
+
+        async def fetch(handoff_id: int) -> None:
+            call = FetchCall(handoff_id, "prefill1", names, 0, BLOCK_TOKENS, 99.0)
+            assert (await holder.fetch(call)).blocks == len(names) == 9
+
+        for handoff_id in range(3):
+            await fetch(handoff_id)
+            await asyncio.sleep(1.0)  # the rest waits for what is offered
+            await holder.abort(handoff_id, "it is not wanted")
+        await both.change_role("prefill0")
+        extracts = lambda: len(both.processes["prefill0"].mesh.ran(ExtractBlock))  # noqa: E731
+        before = extracts()
+        await fetch(3)
+        await asyncio.sleep(5e-3)  # less than one takes
+        assert extracts() - before == given_kv.BETWEEN_STEPS
+        await holder.abort(3, "it is not wanted")
+        await settled(both)
+
+
 async def test_a_sequence_takes_pages_that_are_held_for_others_before_one_is_preempted() -> None:
     stalled = faults_of("prefill0", Faults(pull_error=lambda nth: "stall" if nth > 0 else ""))
     async with fleet(

@@ -7,6 +7,9 @@ from dataclasses import replace
 
 import pytest
 
+from jdisagg.errors import UnavailableError
+from jdisagg.messages.step_commands import InsertBlock, PrefillChunk, StepCommand, StepResult
+from jdisagg.scheduler.executor import Executor
 from jdisagg.scheduler.host_blocks import MOST_WRITING_OF_DECODE, TierRoom
 from tests.fakes.cluster import Cluster
 from tests.fakes.fake_executor import Costs
@@ -54,6 +57,46 @@ async def test_streams_are_the_oracles_whatever_comes_back_and_nothing_is_left(
         assert len(kept) + tier.blocks.free == tier.blocks.capacity == blocks
         # what the mesh holds in host memory is what the worker knows of, and nothing else
         assert set(mesh.host) == {one for block in kept for one in block.offer_ids}
+
+
+class OneFails:
+    """A mesh that fails one insertion when it is told to."""
+
+    def __init__(self, mesh: Executor) -> None:
+        self._mesh, self.fails = mesh, False
+        self.limits, self.card, self.close = mesh.limits, mesh.card, mesh.close
+
+    def run(self, command: StepCommand) -> "asyncio.Future[StepResult]":
+        ran = asyncio.ensure_future(self._mesh.run(command))
+        if not (self.fails and isinstance(command, InsertBlock)):
+            return ran
+        self.fails = False
+        failed: asyncio.Future[StepResult] = asyncio.get_running_loop().create_future()
+        failed.set_exception(UnavailableError("a program on the mesh failed"))
+        return failed
+
+
+async def test_a_restore_of_which_one_insertion_fails_writes_to_none_of_its_pages_afterwards() -> (
+    None
+):
+    meshes: dict[str, OneFails] = {}
+
+    def wrap(name: str, mesh: Executor) -> Executor:
+        meshes[name] = OneFails(mesh)
+        return meshes[name]
+
+    slow = Costs(pull=0.1, other=1e-5)
+    async with host(prefill=limits(pages=40), costs=slow, wrap_mesh=wrap) as cluster:
+        first, second = other(1, tokens=150), other(2, tokens=150)
+        assert await computed(cluster, first) == await computed(cluster, second) == 150
+        log, counters = cluster.prefill_mesh.log, cluster.prefill.counters
+        before, meshes["prefill0"].fails = len(log), True
+        again = replace(first, request_id="again")
+        assert await computed(cluster, again) > 0
+        assert counters["host_restores_failed"] == 1
+        kinds = [type(command) for command in log[before:]]
+        assert InsertBlock in kinds
+        assert InsertBlock not in kinds[kinds.index(PrefillChunk) :]
 
 
 async def test_a_byte_that_flips_in_host_memory_is_a_miss_and_costs_no_token() -> None:

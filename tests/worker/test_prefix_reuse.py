@@ -172,7 +172,7 @@ async def test_a_sequence_whose_logits_are_not_finite_leaves_nothing_and_empties
         cluster.decode.fail(next(iter(state.groups.values())), BrokenModelError())
         with pytest.raises(BrokenModelError):
             await running
-        assert len(state.residency._trees[0]) == 0
+        assert len(state.residency.trees[0]) == 0
         assert cluster.decode.counters.labelled()["prefix_blocks_evicted", (("cause", "broken"),)]
 
 

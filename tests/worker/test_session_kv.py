@@ -9,13 +9,16 @@ import pytest
 
 from jdisagg.config import Mode
 from jdisagg.messages.ports import SessionAction, SessionCall, SessionReport
+from jdisagg.messages.step_commands import SaveBlock, StepCommand, StepResult
 from jdisagg.prompt.hints import Hints, Retention
-from jdisagg.request import CachedTokens, Request
+from jdisagg.request import CachedTokens, Request, SamplingParams
+from jdisagg.scheduler.executor import Executor
 from jdisagg.scheduler.host_blocks import TierRoom
 from tests.fakes.cluster import Cluster, until
 from tests.fakes.fake_disk import FakeDisk
 from tests.fakes.fake_executor import Costs
 from tests.worker.conversations import NAMES, SEEDS, Talk, asked, limits, storm
+from tests.worker.preempting import Stream
 from tests.worker.tiers import BLOCK_BYTES, FAST, other, room
 
 SWEPT = 3.0  # seconds in which a worker looks at its sessions
@@ -117,7 +120,7 @@ async def test_what_host_memory_drops_is_evicted_from_pages_like_others() -> Non
         await cluster.ask(of_session(2, PAUSE))
         await asyncio.sleep(SWEPT)
         tier = cluster.decode._host
-        tier._drop(tier.blocks.clear(), "room")
+        tier._drop(tier.blocks, tier.blocks.clear(), "room")
         for number in (3, 4):
             await cluster.ask(other(number))
         assert (await shown(cluster)).pages_tokens == PROMPT
@@ -176,6 +179,78 @@ async def test_a_session_that_is_dropped_while_it_is_copied_leaves_nothing() -> 
         await asyncio.sleep(SWEPT)
         assert not len(tier.blocks) and not cluster.decode_mesh.host
         assert (await cluster.ask(of_session(1, None, "again"))).cached_tokens == 0
+
+
+async def test_a_session_that_is_dropped_while_it_is_restored_does_not_come_back() -> None:
+    async with fleet(costs=Costs(pull=0.5, other=1e-5)) as cluster:
+        await cluster.ask(of_session(1, PAUSE))
+        await asyncio.sleep(SWEPT)
+        for number in range(2, 6):
+            await cluster.ask(other(number))
+        away = await shown(cluster)
+        assert away.pages_tokens == 0 and away.host_tokens == PROMPT
+        prefetching = asyncio.ensure_future(told(cluster, SessionAction.PREFETCH))
+        await until(lambda: not cluster.decode._sources.quiet)
+        await asyncio.sleep(0.7)  # some blocks are in pages
+        assert await told(cluster, SessionAction.DROP) is not None
+        await prefetching
+        await asyncio.sleep(SWEPT)
+        worker, tokens = cluster.decode, other(1).prompt_token_ids
+        assert worker.counters["host_blocks_restored"] > 0
+        assert worker._kept.match(0, worker._kept.chain(other(1), tokens)) == 0
+        assert (await cluster.ask(of_session(1, None, "again"))).cached_tokens == 0
+
+
+class LateDisk:
+    """A mesh whose disk answers a write after some seconds."""
+
+    def __init__(self, mesh: Executor) -> None:
+        self._mesh = mesh
+        self.limits, self.card, self.close = mesh.limits, mesh.card, mesh.close
+
+    def run(self, command: StepCommand) -> "asyncio.Future[StepResult]":
+        ran = asyncio.ensure_future(self._mesh.run(command))
+        saves = isinstance(command, SaveBlock)
+        return asyncio.ensure_future(self._late(ran)) if saves else ran
+
+    async def _late(self, ran: "asyncio.Future[StepResult]") -> StepResult:
+        await asyncio.sleep(SWEPT)
+        return await ran
+
+
+async def test_a_session_that_is_dropped_while_it_is_written_to_disk_leaves_no_file() -> None:
+    cluster = fleet(decode_tiers=room(64, 200), wrap_mesh=lambda _, mesh: LateDisk(mesh))
+    cluster.decode_mesh.disk = disk = FakeDisk()
+    async with cluster:
+        await cluster.ask(of_session(1, Hints("s"), "first"))
+        await cluster.ask(of_session(1, Hints("s"), "second"))
+        tier = cluster.decode._disk
+        assert tier.blocks.writing and disk.blocks
+        assert await told(cluster, SessionAction.DROP) is not None
+        await asyncio.sleep(2 * SWEPT)
+        assert tier.quiet and not len(tier.blocks) and not disk.blocks
+        chain = cluster.decode._kept.chain(other(1), other(1).prompt_token_ids)
+        assert not any(name in cluster.decode._kept.log for name in chain)
+
+
+@pytest.mark.parametrize("pages", [66, 26])
+async def test_a_dropped_session_leaves_no_tail_of_an_answer_that_rests(pages: int) -> None:
+    """In pages, or in host memory after another prompt took the pages."""
+    async with fleet(pages=pages) as cluster:
+        request = replace(of_session(1, Hints("s")), sampling=SamplingParams(20, temperature=0.0))
+        stream = Stream(cluster, request)
+        await stream.until(5)
+        await stream.suspend()
+        await asyncio.sleep(0.2)
+        if pages == 26:
+            await cluster.ask(asked(2, other(2).prompt_token_ids, 16, cache_scope="another"))
+        kept, shelf = cluster.decode._kept, cluster.decode._host.blocks
+        scopes = 0 if pages == 66 else 5
+        assert kept.blocks + len(shelf) == PROMPT // 16 + 1 + scopes
+        await told(cluster, SessionAction.DROP)
+        assert kept.blocks + len(shelf) == scopes and not len(kept.tails)
+        stream.resume()
+        await stream.end()
 
 
 class Sessions(Talk):

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 
 from jdisagg.config import Mode
+from jdisagg.messages.step_commands import SaveBlock
 from jdisagg.scheduler.host_blocks import TierRoom
 from jdisagg.worker.disk_tier import SNAPSHOT_MARK
 from tests.fakes.cluster import Cluster, until
@@ -187,6 +188,21 @@ async def test_a_prefix_comes_back_with_its_snapshot_in_the_next_life_of_the_wor
         check_snapshots(cluster)
 
 
+async def test_of_snapshots_that_a_failing_disk_passes_over_nothing_is_remembered() -> None:
+    disk = FakeDisk(fails={SaveBlock: "full"})
+    async with with_disk(disk) as cluster:
+        for number in range(4):
+            for again in range(2):
+                request = asked(
+                    2 * number + again, tuple((7 * one + number) % 89 for one in range(70))
+                )
+                assert await cached_of(cluster, request) == 64 * again
+        await until(lambda: cluster.prefill._sources.quiet, 0.1)
+        tier = cluster.prefill._disk
+        assert disk.refused > 0 and tier.snapshots.wanted == 0
+        assert not tier._named
+
+
 async def test_a_spoiled_snapshot_on_disk_is_a_miss_and_is_removed() -> None:
     disk = FakeDisk()
     await written_to_disk(disk)
@@ -197,6 +213,7 @@ async def test_a_spoiled_snapshot_on_disk_is_a_miss_and_is_removed() -> None:
         assert await cached_of(cluster, asked(3, prompt(70))) == 0
         assert cluster.prefill.counters["disk_snapshots_broken"] == 1
         await until(lambda: cluster.prefill._sources.quiet, 0.1)
+        assert cluster.prefill.counters["disk_blocks_dropped"] == 0, "it is no block"
         assert key not in disk.blocks
         assert await cached_of(cluster, asked(4, prompt(70))) == 64
         check_snapshots(cluster)

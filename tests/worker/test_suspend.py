@@ -89,11 +89,14 @@ async def test_an_answer_goes_on_without_computing_anything_again(mode: Mode, pr
 class Late:
     """Tokens are on their way for a while."""
 
+    def __init__(self, seconds: float = 0.01) -> None:
+        self._seconds = seconds
+
     async def generate(
         self, proceed: Callable[[GenerateCall], AsyncIterator[Span]], call: GenerateCall
     ) -> AsyncIterator[Span]:
         async for span in proceed(call):
-            await asyncio.sleep(0.01)
+            await asyncio.sleep(self._seconds)
             yield span
 
 
@@ -136,6 +139,47 @@ async def test_a_tail_that_lost_its_pages_comes_back_from_host_memory(spoiled: b
         assert (chunks(cluster) > computed) is spoiled
         assert counters["answers_continued"] == (0 if spoiled else 1)
         assert spoiled or hits(cluster)["host"] > known % 16 - 1 > 0
+
+
+async def test_a_tail_without_a_whole_block_before_it_comes_back_from_host_memory() -> None:
+    async with scarce(mode=Mode.CHUNKED) as cluster:
+        async with resting(cluster, toy_request(1, 5, max_tokens=30), tokens=3) as stream:
+            for number in (2, 3):  # each takes all pages; the first passes over the tail
+                await cluster.ask(toy_request(number, 60, max_tokens=36))
+            computed, known = chunks(cluster), 5 + stream.tokens
+            assert known < 16
+        assert chunks(cluster) == computed
+        assert cluster.decode.counters["answers_continued"] == 1
+        assert hits(cluster)["host"] == known - 1
+
+
+async def test_a_tail_in_host_memory_may_be_longer_than_what_its_client_received() -> None:
+    ahead = continued = 0
+    for tokens in (2, 3, 4, 5, 9, 10, 11):
+        late = Late(0.02)
+        async with scarce(
+            mode=Mode.CHUNKED, wrap_decode=lambda port, late=late: through(DecodePort, port, late)
+        ) as cluster:
+            stream = Stream(cluster, long(1))
+            await stream.until(tokens)
+            (group,) = cluster.decode._state.groups.values()
+            generated = len(group.children[0].generated)
+            await stream.suspend()
+            await asyncio.sleep(0.2)
+            await cluster.ask(long(2))
+            computed = chunks(cluster)
+            whole = (40 + generated - 1) // 16 > (40 + stream.tokens - 1) // 16
+            pages = -(-(40 + generated - 1) // 4) - -(-(40 + stream.tokens) // 4)
+            stream.resume()
+            await stream.end()
+            assert cluster.decode.counters["host_blocks_broken"] == 0
+            if not whole:
+                assert chunks(cluster) == computed
+                assert cluster.decode.counters["answers_continued"] == 1
+                ahead, continued = max(ahead, pages), continued + 1
+            await check_empty(cluster)
+    assert ahead > 0, "some tails take more pages than what the client has"
+    assert continued > 2
 
 
 @pytest.mark.parametrize("spoiled", [False, True])
@@ -197,11 +241,13 @@ async def test_who_is_not_running_cannot_be_suspended() -> None:
 
 
 @SEEDS
-@pytest.mark.parametrize(("mode", "reuse"), [(Mode.DISAGGREGATED, True), (Mode.CHUNKED, False)])
+@pytest.mark.parametrize(
+    ("mode", "reuse"), [(Mode.DISAGGREGATED, True), (Mode.CHUNKED, False), (Mode.CHUNKED, True)]
+)
 async def test_random_rests_under_memory_pressure_cost_no_token(
     seed: int, mode: Mode, reuse: bool
 ) -> None:
-    """Among requests that preempt each other."""
+    """Among requests of several priorities that preempt each other."""
     async with roomy(
         TierRoom(1200 * 16, always=True),
         mode=mode,
@@ -214,7 +260,8 @@ async def test_random_rests_under_memory_pressure_cost_no_token(
 
         async def user() -> None:
             for _ in range(6):
-                stream = Stream(cluster, talk.next())
+                request = replace(talk.next(), priority=rng.choice((0, 0, 0, -1, 2)))
+                stream = Stream(cluster, request)
                 while not stream.task.done() and rng.random() < 0.8:
                     await asyncio.sleep(rng.random() * 0.3)
                     if not stream.task.done():

@@ -2,11 +2,12 @@
 plan as a recipe (configuration file). Prints nothing."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from rich import box
 from rich.table import Table
 
+from jdisagg.config import EngineConfig
 from jdisagg.costs.model_geometry import CostGeometry
 from jdisagg.node.recipes import ClusterShape, recipe_text
 from jdisagg.simulator.planning.bounds import Goal
@@ -164,10 +165,17 @@ def context_for(workload: Sequence[Arrival], geometry: CostGeometry) -> int:
 
 
 def plan_recipe(
-    row: Row, maker: FleetMaker, goal: Goal, model_directory: str, context_tokens: int, path: str
+    row: Row,
+    maker: FleetMaker,
+    goal: Goal,
+    model_directory: str,
+    context_tokens: int,
+    path: str,
+    fit: Callable[[EngineConfig], EngineConfig] = lambda config: config,
 ) -> str:
+    """`fit` changes the configuration to one that fits into memory."""
     item, candidate, site = row.finding, row.finding.candidate, row.site
-    engine = maker.engine(candidate, model_directory, context_tokens)
+    engine = fit(maker.engine(candidate, model_directory, context_tokens))
     one_pool = candidate.prefill is None
     shape = (
         ClusterShape(mixed=candidate.decode_instances)
@@ -189,25 +197,28 @@ PREDICTED by jdisagg plan, not measured: {rate} requests/s per accelerator, {sha
 
 
 def _commands(candidate: Candidate, site: Site, given: str) -> str:
-    if site.decoding is None:
-        roles = (candidate.decode, *((candidate.prefill,) if candidate.prefill else ()))
-        hosts = _hosts("processes_per_instance", max(one.devices for one in roles), site)
-        return f"""    jdisagg cluster {given}{hosts}
+    if site.decoding is None and candidate.devices <= site.node:
+        return f"""    jdisagg cluster {given}
     jdisagg serve {given}        (one instance of each role, in one process)"""
-    assert candidate.prefill is not None
+    roles = [("decode" if candidate.prefill else "mixed", candidate.decode, site.decodes)]
+    counts = [candidate.decode_instances]
+    if candidate.prefill:
+        roles.insert(0, ("prefill", candidate.prefill, site))
+        counts.insert(0, candidate.prefill_instances)
     commands = [f"jdisagg router {given} --port=8700"]
-    for role, layout, count, where in (
-        ("prefill", candidate.prefill, candidate.prefill_instances, site),
-        ("decode", candidate.decode, candidate.decode_instances, site.decoding),
-    ):
-        processes = _hosts("num_processes", layout.devices, where)
-        on = f"({count} times, each on {layout.devices} {where.accelerator.name})"
+    for (role, layout, where), count in zip(roles, counts, strict=True):
+        processes, of_hosts = _processes(layout.devices, where)
+        on = f"({count} times, each on {layout.devices} {where.accelerator.name}{of_hosts})"
         commands.append(
             f"jdisagg worker --role={role} {given} --router=ROUTER:8700{processes}    {on}"
         )
     return "\n".join(f"    {command}" for command in commands)
 
 
-def _hosts(flag: str, devices: int, site: Site) -> str:
-    several = devices > site.node and devices % site.node == 0
-    return f" --{flag}={devices // site.node}" if several else ""
+def _processes(devices: int, site: Site) -> tuple[str, str]:
+    """Returns the flags of a worker that spans several hosts, and the remark for which I."""
+    if devices <= site.node or devices % site.node:
+        return "", ""
+    count = devices // site.node
+    flags = f" --num_processes={count} --process_id=I --coordinator=FIRST_HOST:PORT"
+    return flags, f" of {count} hosts, with I from 0 to {count - 1}"

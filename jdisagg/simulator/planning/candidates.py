@@ -133,6 +133,22 @@ class Site:
         return CostModel(geometry, card, layout, dtype=dtype)
 
 
+def check_priced(site: Site, best: Best) -> None:
+    """Raises ConfigError if `best` needs a price or a power that is unknown or 0."""
+    for one in dict.fromkeys((site, site.decodes)) if best != "rate" else ():
+        card, said = one.accelerator, f"{one.accelerators} {one.accelerator.name}"
+        if best == "dollars" and not card.dollars_per_hour:
+            raise ConfigError(
+                f"planner: best=dollars needs the price of {said}, above 0; give"
+                " --pool=NAME:COUNT@DOLLARS_PER_HOUR, or --dollars_per_hour with --hardware"
+            )
+        if best == "joules" and not card.watts:
+            raise ConfigError(
+                f"planner: best=joules needs the power of {said}, and its description has none;"
+                " give a hardware file with `watts`"
+            )
+
+
 @dataclass(frozen=True, slots=True)
 class Candidate:
     """One way to use the accelerators: a mode, and for each role a layout and a number of

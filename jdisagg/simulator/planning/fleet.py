@@ -33,6 +33,7 @@ class FleetMaker:
     Attributes:
       fused: Whether the chunked mode runs a prefill chunk and a decode step as one step. If not,
         chunks and decode steps alternate.
+      draft: Folder of the drafter for the configuration. Pipeline stages load none.
     """
 
     geometry: CostGeometry
@@ -44,6 +45,7 @@ class FleetMaker:
     seed: int = 0
     slots: int = MOST_SLOTS
     block_tokens: int = 512
+    draft: str = ""
 
     def sized(self, finding: Finding, holds: Callable[[Runner], bool]) -> "FleetMaker":
         """Returns a maker with the smallest number of slots at which a run still reaches the
@@ -139,9 +141,8 @@ class FleetMaker:
             else InstanceConfig()
         )
         kept = KEPT_NAMES.get(self.geometry.kv_dtype, "")
-        model = ModelConfig(
-            model_directory, self.dtype, context_tokens, self.site.software.weights, kept
-        )
+        weights, draft = self.site.software.weights, "" if candidate.staged else self.draft
+        model = ModelConfig(model_directory, self.dtype, context_tokens, weights, kept, draft)
         return EngineConfig(
             model=model,
             mode=candidate.mode,
@@ -155,6 +156,8 @@ class FleetMaker:
     ) -> InstanceConfig:
         model = site.cost_model(self.geometry, layout, self.dtype)
         room = model.kv_tokens_per_rank(ACTIVATIONS)
+        # Equal on both sides, and divisible by the numbers of stages, which are powers of two.
+        stages = max(candidate.decode.pp, candidate.prefill.pp if candidate.prefill else 1)
         return InstanceConfig(
             layout=layout,
             page_size=PAGE_TOKENS,
@@ -163,7 +166,7 @@ class FleetMaker:
             chunk_tokens=candidate.chunk_tokens,
             min_chunk_tokens=min(MIN_CHUNK, candidate.chunk_tokens),
             gather_steps=candidate.gather_steps,
-            layer_groups=min(LAYER_GROUPS, self.geometry.layers),
+            layer_groups=min(max(LAYER_GROUPS, stages), self.geometry.layers),
             codec=self.codec,
             hardware=site.hardware,
         )

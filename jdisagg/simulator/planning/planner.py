@@ -33,6 +33,7 @@ from jdisagg.simulator.planning.candidates import (
     Fitting,
     NothingFits,
     Site,
+    check_priced,
     fitting_layouts,
     one_pool,
     short,
@@ -163,8 +164,15 @@ class Planner:
         told: Told = UNTOLD,
         spread: Spread = in_turn,
     ) -> None:
+        """Raises ConfigError if a price or power that the search needs is unknown."""
+        check_priced(site, search.best)
         self._geometry, self._site, self._goal, self._runners = geometry, site, goal, runners
         self._search, self._told, self._spread = search, told, spread
+
+    @property
+    def context_tokens(self) -> int:
+        """The model's context length."""
+        return self._geometry.context_tokens
 
     def plan(self, workload: Sequence[Arrival]) -> Plan:
         """Blocks until all simulations have ended. Raises NothingFits, with the reason, if no
@@ -186,19 +194,30 @@ class Planner:
         self._told.answer(stepped_answer(stepped))
         return Searched(workload, ceilings, stepper, tuple(stepped), len(priced), left_out)
 
+    def excess(self, search: "Searched") -> int:
+        """Returns the number of requests that a conclusive simulation needs, or 0 if they are not
+        too many."""
+        needed = requests_needed(search.stepped[0]) if search.stepped else 0
+        return needed if needed > max(SIMULATED_REQUESTS, self._search.most_requests) else 0
+
     def simulated(
-        self, search: "Searched", wanted: Callable[[Finding], bool] = lambda finding: True
+        self,
+        search: "Searched",
+        wanted: Callable[[Finding], bool] = lambda finding: True,
+        excess: int | None = None,
     ) -> Plan:
         """Simulates the best candidates of each kind whose best one is `wanted`; if none is, the
-        plan has stepped candidates alone. Raises NothingFits if none attains the goal."""
+        plan has stepped candidates alone. Raises NothingFits if none attains the goal. `excess`: as
+        returned by `excess`, of all plans that are compared with this one; by default of this one.
+        If it is not 0, nothing is simulated."""
         stepped, stepper, ceilings = search.stepped, search.stepper, search.ceilings
         measurer = self._measurer(search.workload, ceilings.demand)
         found = _Found(self._site, self._told)
         kinds = [kind for kind in _by_kind(stepped) if wanted(kind[0])]
         if not kinds:
             return Plan(tuple(self._rows(stepped, found)), search.considered, "", search.left_out)
-        needed = requests_needed(stepped[0]) if stepped else 0
-        simulated = needed <= max(SIMULATED_REQUESTS, self._search.most_requests)
+        needed = self.excess(search) if excess is None else excess
+        simulated = not needed
         if simulated:
             kinds = [_layouts_once(kind)[: self._search.finalists] for kind in kinds]
             self._simulate(measurer, [resolved(stepper, kind) for kind in kinds], found)
@@ -236,7 +255,8 @@ class Planner:
             ceilings = self._ceilings(workload)
         except NothingFits:
             return 0.0
-        if candidate.decode not in ceilings.rooms:
+        fits = candidate.prefill is None or candidate.prefill in ceilings.models
+        if candidate.decode not in ceilings.rooms or not fits:
             return 0.0
         bounds, room = ceilings.bounds(candidate), ceilings.rooms[candidate.decode]
         stepper = self._measurer(workload, ceilings.demand, self._runners.stepped)
@@ -253,12 +273,7 @@ class Planner:
 
     def _weight(self, candidate: Candidate) -> float:
         weight = self._site.spent(candidate, self._search.best)
-        if not weight:
-            what = "price" if self._search.best == "dollars" else "power"
-            raise ConfigError(
-                f"planner: best={self._search.best} needs the {what} of {self._site.text}; give"
-                " --pool=NAME:COUNT@DOLLARS_PER_HOUR, or a hardware file with `watts`"
-            )
+        assert weight, "checked at the start"
         return weight
 
     def _simulate(
@@ -333,9 +348,10 @@ class Planner:
         self, fitting: list[Fitting], priced: Sequence[tuple[Candidate, Bounds]]
     ) -> tuple[str, ...]:
         needed = 2 * min(item.layout.devices for item in fitting)
+        few = f"two pools need {needed} accelerators at least, there are {self._site.accelerators}"
+        staged = "only layouts with pipeline stages fit, and these are planned in two pools alone"
         return tuple(
-            f"{mode.value}: two pools need {needed} accelerators at least, there are"
-            f" {self._site.accelerators}"
+            f"{mode.value}: {few if mode is Mode.DISAGGREGATED else staged}"
             for mode in self._search.modes
             if not any(candidate.mode is mode for candidate, _ in priced)
         )

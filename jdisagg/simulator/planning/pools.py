@@ -7,18 +7,17 @@ and each ordered pair of pools as a site whose decode instances run on other acc
 The verdict compares the best plan with disaggregation to the best without, and steps both again
 with another link and other prompt lengths, to tell what would change the order."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import permutations
 
 from jdisagg.costs.hardware import Link
 from jdisagg.simulator.planning.candidates import Best, Candidate, NothingFits, Site, handoff_path
+from jdisagg.simulator.planning.changes import Changes, rounded, with_prompts
 from jdisagg.simulator.planning.planner import TIE, UNTOLD, Plan, Planner, Searched, Told
-from jdisagg.simulator.planning.verdict import Finding
+from jdisagg.simulator.planning.verdict import Finding, not_simulated
 from jdisagg.simulator.workloads import Arrival
 
-OTHER_LINK = 8.0  # factor on the speed of the link with which both modes are stepped again
-OTHER_PROMPTS = 4.0  # factor on the prompt lengths
 UNITS = {"rate": "requests/s", "dollars": "requests per dollar", "joules": "requests per joule"}
 
 
@@ -28,6 +27,10 @@ class Row:
 
     site: Site
     finding: Finding
+
+    @property
+    def disaggregated(self) -> bool:
+        return self.finding.candidate.prefill is not None
 
     def at(self, rate: float) -> "Row":
         return replace(self, finding=replace(self.finding, rate=rate))
@@ -85,43 +88,48 @@ def plan_pools(
     searches: list[tuple[Site, Planner, Searched]] = []
     plans: list[Plan] = []
     rows: list[Row] = []
-    left_out: list[str] = []
+    reasons: dict[str, list[str]] = {}  # of what is left out: the accelerators
 
-    def leaves_out(site: Site, error: NothingFits) -> None:
-        left_out.append(error.message if len(pools) == 1 else f"{site.text}: {error.message}")
+    def leaves_out(site: Site, *why: str) -> None:
+        for reason in why:
+            reasons.setdefault(reason, []).append(site.text)
 
-    for site in sites:
+    for site, planner in [(site, planner_of(site)) for site in sites]:
         if len(pools) > 1:
             told.answer(f"On {site.text}{', prefill on the first' if site.decoding else ''}:")
         try:
-            planner = planner_of(site)
             searches.append((site, planner, planner.searched(workload)))
         except NothingFits as error:
-            leaves_out(site, error)
+            leaves_out(site, error.message)
     wanted = _worth_simulating(searches, pools, best)
+    used = {site for site, _ in wanted}
+    # A comparison of simulated with stepped rates would mean little.
+    excess = max(
+        (planner.excess(search) for site, planner, search in searches if site in used), default=0
+    )
     for site, planner, search in searches:
         try:
             plan = planner.simulated(
-                search, lambda finding, site=site: (site, finding.candidate) in wanted
+                search, lambda finding, site=site: (site, finding.candidate) in wanted, excess
             )
         except NothingFits as error:
-            leaves_out(site, error)
+            leaves_out(site, error.message)
             continue
         plans.append(plan)
         rows += [Row(site, finding) for finding in plan.findings]
-        left_out += plan.left_out
+        leaves_out(site, *plan.left_out)
+    left_out = [
+        reason if len(pools) == 1 else f"{'; '.join(on)}: {reason}"
+        for reason, on in reasons.items()
+    ]
     if not rows:
         raise NothingFits("; ".join(left_out))
     if len(pools) > 1:
         rows.sort(key=lambda row: (not row.finding.simulated, -row.finding.value))
-    said = plans[0].verdict if len(pools) == 1 else ""
-    stepped = {
-        (site, finding.candidate): finding.rate
-        for site, _, search in searches
-        for finding in search.stepped
-    }
-    compared = _compared(planner_of, rows, pools, workload, best, stepped)
-    verdict = f"{said} {compared}".strip()
+    said = plans[0].verdict if len(pools) == 1 else not_simulated(excess) if excess else ""
+    compared = _compared(planner_of, rows, pools, workload, best)
+    parts = (said, compared) if len(pools) == 1 else (compared, said)
+    verdict = " ".join(filter(None, parts))
     return PoolPlan(tuple(rows), sum(plan.considered for plan in plans), verdict, tuple(left_out))
 
 
@@ -135,8 +143,9 @@ def _worth_simulating(
     if len(pools) == 1:
         return {(row.site, row.finding.candidate) for row in rows}
     wanted = [max(rows, key=lambda row: row.finding.value)] if rows else []
+    wanted += most_of(rows, pools, best)
     for two in (False, True):
-        of_mode = [row for row in rows if (row.finding.candidate.prefill is not None) is two]
+        of_mode = [row for row in rows if row.disaggregated is two]
         leaders = most_of(of_mode, pools, best)
         least = (1 - TIE) * worth(leaders, best) if leaders else 0.0
         wanted += [*leaders, *(row for row in of_mode if worth((row,), best) >= least)]
@@ -161,41 +170,51 @@ def _compared(
     pools: Sequence[Site],
     workload: Sequence[Arrival],
     best: Best,
-    known: Mapping[tuple[Site, Candidate], float],
 ) -> str:
+    first = most_of(rows, pools, best)
     one, two = (
-        most_of(
-            [row for row in rows if (row.finding.candidate.prefill is not None) is both],
-            pools,
-            best,
-        )
+        most_of([row for row in rows if row.disaggregated is both], pools, best)
         for both in (False, True)
     )
+    if any(row.disaggregated for row in first):
+        two = first  # also if some of its pools do both
     said: list[str] = []
     if len(pools) > 1:
-        said.append(f"Best: {_said(most_of(rows, pools, best), best)}.")
+        said.append(f"Best: {_said(first, best)}.")
+        if len(first) > 1:
+            numbers = " and ".join(str(rows.index(row) + 1) for row in first)
+            said.append(f"These are clusters of their own, rows {numbers}.")
     if not one or not two:
         return " ".join(said)
     gain = worth(two, best) / worth(one, best)
     error = pools[0].software.engine.step_error
-    if len(pools) > 1 and gain > 1 + error:
-        said.append(f"Disaggregate: without, the best is {_said(one, best)}.")
-    elif len(pools) > 1:
-        close = f", within the {error:.0%} by which predicted steps are wrong"
-        said.append(
-            f"Do not disaggregate: {_said(one, best)}; with it, {_said(two, best)}"
-            f"{close if gain > 1 / (1 + error) else ''}."
-        )
+    if len(pools) > 1:
+        other = f"{'without' if first == two else 'with it'}, the best is"
+        if gain > 1 + error:
+            said.append(f"Disaggregate: {other} {_said(one, best)}.")
+        elif gain > 1 / (1 + error):
+            rest = f"the difference is within the {error:.0%} by which predicted steps are wrong"
+            shown = _said(one if first == two else two, best)
+            said.append(f"Do not disaggregate: {other} {shown}, and {rest}.")
+        else:
+            said.append(f"Do not disaggregate: {other} {_said(two, best)}.")
     if gain > 1:
-        said.append(f"Up to {rate_of(one):.3g} requests/s, one pool meets the limits as well.")
-    said += _changes(planner_of, one, two, workload, best, known)
+        also = "one pool meets" if len(pools) == 1 else "plans without meet"
+        said.append(f"Up to {rate_of(one):.3g} requests/s, {also} the limits as well.")
+    said += _changes(planner_of, one, two, workload, best).said()
     return " ".join(said)
 
 
 def _said(rows: Rows, best: Best) -> str:
     value = worth(rows, best) * (3600.0 if best == "dollars" else 1.0)
-    names = (f"{row.finding.candidate.mode.value} {row.named()}" for row in rows)
-    return f"{' beside '.join(names)} carries {value:.3g} {UNITS[best]}"
+    names = (f"{row.finding.candidate.mode.value} {row.named()} ({_bound(row)})" for row in rows)
+    return f"{' beside '.join(names)} carries {rounded(value, 3)} {UNITS[best]}"
+
+
+def _bound(row: Row) -> str:
+    if row.finding.short:
+        return "at least, because the requests end too soon at higher rates"
+    return f"bound by {row.finding.binding}"
 
 
 def _changes(
@@ -204,44 +223,29 @@ def _changes(
     two: Rows,
     workload: Sequence[Arrival],
     best: Best,
-    known: Mapping[tuple[Site, Candidate], float],
-) -> Iterator[str]:
-    """Steps the best rows of both modes with a link and with prompts that favour the loser. `known`
-    are the stepped rates without a change."""
-    two_win = worth(two, best) > worth(one, best)
-    speed = 1 / OTHER_LINK if two_win else OTHER_LINK
-    length = 1 / OTHER_PROMPTS if two_win else OTHER_PROMPTS
-    scaled = [
-        replace(item, prompt_tokens=max(1, round(length * item.prompt_tokens)), block_hashes=())
-        for item in workload
-    ]
+) -> Changes:
+    planners = {row.site: planner_of(row.site) for row in (*one, *two)}
+    context_tokens = next(iter(planners.values())).context_tokens
 
-    def stepped(rows: Rows, asked: Sequence[Arrival], factor: float = 1.0) -> float:
+    def asked(length: float) -> Sequence[Arrival]:
+        return with_prompts(workload, length, context_tokens)
+
+    def stepped(disaggregated: bool, speed: float, length: float) -> float:
         found = []
-        for row in rows:
-            planner = planner_of(_with_link(row.site, row.finding.candidate, factor))
-            found.append(row.at(planner.stepped_rate(row.finding, asked)))
+        for row in two if disaggregated else one:
+            site = _with_link(row.site, row.finding.candidate, speed)
+            planner = planners.get(site) or planner_of(site)
+            found.append(row.at(planner.stepped_rate(row.finding, asked(length))))
         return worth(tuple(found), best)
 
-    unchanged = tuple([row.at(known[row.site, row.finding.candidate]) for row in one])
-    of_link = worth(unchanged, best), stepped(two, workload, speed)
-    tried = (
-        (f"a link {_times(speed)} as fast", *of_link),
-        (f"prompts {_times(length)} as long", stepped(one, scaled), stepped(two, scaled)),
+    links = {handoff_path(row.site, row.finding.candidate)[0] for row in two if row.disaggregated}
+    return Changes(
+        worth(two, best) / worth(one, best),
+        two[0].site.software.engine.step_error,
+        stepped,
+        links.pop() if len(links) == 1 else None,
+        lambda length: sum(item.prompt_tokens for item in asked(length)) / len(workload),
     )
-    for changed, first, second in tried:
-        if not first and not second:
-            yield f"With {changed}, these two miss the limits."
-            continue
-        wins = f"{'two pools' if second > first else 'one pool'} would carry"
-        turned = "still " if (second > first) == two_win else ""
-        low, high = sorted((first, second))
-        more = f"{high / low:.2f} times as much" if low else "more, the other nothing"
-        yield f"With {changed}, {turned}{wins} {more}."
-
-
-def _times(factor: float) -> str:
-    return f"{factor:g} times" if factor > 1 else f"1/{1 / factor:g} times"
 
 
 def _with_link(site: Site, candidate: Candidate, factor: float) -> Site:

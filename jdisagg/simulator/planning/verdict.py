@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from jdisagg.config import Mode
 from jdisagg.simulator.planning.bounds import Bounds, Goal, RateCeilings
 from jdisagg.simulator.planning.candidates import Candidate, short
+from jdisagg.simulator.planning.changes import nearly_equal
 from jdisagg.simulator.report import Report
 
 NEAR = 0.7  # fraction of a ceiling from which on its resource is named as the cause
@@ -178,7 +179,7 @@ def _compared(findings: Sequence[Finding], ceilings: RateCeilings, left_out: Seq
         )
     gain = two.rate / one.rate
     error = ceilings.site.software.engine.step_error
-    if abs(gain - 1) <= error:
+    if nearly_equal(gain, error):
         return (
             f"No clear winner: {_said(two)}; {_said(one)}. Their difference is within the"
             f" {error:.0%} by which predicted steps are wrong: take one pool, which is simpler."

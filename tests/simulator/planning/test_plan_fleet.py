@@ -9,7 +9,10 @@ from jdisagg.config import Mode
 from jdisagg.costs.cost_model import CostModel
 from jdisagg.costs.engines import Software
 from jdisagg.costs.hardware import link
+from jdisagg.engine.limits import stage_cut, worker_config
 from jdisagg.layout.axes import Layout
+from jdisagg.messages.worker_status import WorkerRole
+from jdisagg.simulator.fleet import kv_spec
 from jdisagg.simulator.planning.bounds import Bounds, Demand, Goal, RateCeilings
 from jdisagg.simulator.planning.candidates import (
     ACTIVATIONS,
@@ -131,6 +134,26 @@ def test_what_is_predicted_is_what_is_configured():
     in_turns = FleetMaker(MODEL, site, fused=False)
     assert not in_turns.fleet(Candidate(Mode.CHUNKED, Layout(tp=2), 2, 512)).fused
     assert not maker.fleet(Candidate(Mode.UNIFIED, Layout(tp=2), 2)).fused
+
+
+@pytest.mark.parametrize(("prefill", "decode"), [(8, 8), (2, 1), (1, 8)])
+def test_layer_groups_of_a_recipe_suit_the_stages_of_both_sides(prefill: int, decode: int) -> None:
+    candidate = Candidate(Mode.DISAGGREGATED, Layout(pp=decode), 1, 8192, Layout(pp=prefill), 1)
+    config = FleetMaker(MODEL, Site(H100, 16)).engine(candidate, "DIR", 8192)
+    spec = kv_spec(MODEL, "bfloat16")
+    for role in (WorkerRole.PREFILL, WorkerRole.DECODE):
+        instance = worker_config(config, role).instance
+        stages = stage_cut(instance.layout.pp, instance.layer_groups)(spec)
+        assert len({len(layers) for layers in stages}) == 1 and len(stages) == instance.layout.pp
+    assert config.prefill.layer_groups == config.decode.layer_groups
+
+
+def test_a_recipe_has_the_drafter_that_was_planned_for() -> None:
+    two = Candidate(Mode.DISAGGREGATED, Layout(), 1, 8192, Layout(), 1)
+    staged = replace(two, prefill=Layout(pp=2))
+    maker = FleetMaker(MODEL, Site(H100, 4), draft="ASSISTANT")
+    assert maker.engine(two, "DIR", 8192).model.draft == "ASSISTANT"
+    assert maker.engine(staged, "DIR", 8192).model.draft == "", "stages load no drafter"
 
 
 def test_a_recipe_has_as_few_slots_as_carry_what_was_predicted():

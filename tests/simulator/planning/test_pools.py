@@ -14,6 +14,7 @@ from jdisagg.costs.cost_model import CostModel
 from jdisagg.costs.hardware import Link, accelerator, link
 from jdisagg.errors import ConfigError
 from jdisagg.layout.axes import Layout
+from jdisagg.simulator.planning import planner
 from jdisagg.simulator.planning.bounds import Goal
 from jdisagg.simulator.planning.candidates import (
     Best,
@@ -123,7 +124,8 @@ def test_a_pool_that_cannot_be_used_leaves_the_plan_of_the_other_and_its_reason(
     small = Site(replace(A100, memory_bytes=1e9), 2)
     plan = planned([FIRST, small])
     assert [row.finding for row in plan.rows] == [row.finding for row in planned([FIRST]).rows]
-    assert len(plan.left_out) == 3 and all("leave no room" in text for text in plan.left_out)
+    (reason,) = plan.left_out
+    assert reason.startswith("2 a100; 3 h100 and 2 a100; 2 a100 and 3 h100: nothing fits")
     with pytest.raises(NothingFits, match="2 a100"):
         planned([small, Site(replace(H100, memory_bytes=1e9), 2)])
 
@@ -141,6 +143,61 @@ def test_pools_that_do_both_carry_their_sum_side_by_side() -> None:
     assert "Do not disaggregate" in plan.verdict
 
 
+def test_pools_side_by_side_are_named_by_their_rows() -> None:
+    def one_is_better(site: Site, candidate: Candidate) -> float:
+        return carried(site, candidate) * (0.1 if candidate.prefill else 1.0)
+
+    plan = planned([FIRST, SECOND], capacity=one_is_better)
+    (numbers,) = re.findall(r"clusters of their own, rows (\d+) and (\d+)\.", plan.verdict)
+    named = [plan.rows[int(number) - 1].site.accelerator.name for number in numbers]
+    assert named == ["h100", "a100"]
+
+
+def test_a_pool_with_two_roles_beside_one_that_does_both_is_a_plan_with_disaggregation() -> None:
+    speeds = {("h100", True): 9.0, ("h100", False): 6.0, ("a100", True): 1.0, ("a100", False): 3.0}
+
+    def by_pool(site: Site, candidate: Candidate) -> float:
+        if site.decoding is not None:
+            return 1.0
+        return speeds[site.accelerator.name, candidate.prefill is not None]
+
+    verdict = planned([FIRST, SECOND], capacity=by_pool).verdict
+    assert verdict.startswith("Best: disaggregated h100")
+    assert "beside unified a100" in verdict.split(" carries ")[0]
+    assert "Disaggregate: without" in verdict and "Do not" not in verdict
+
+
+def test_rates_by_stepping_are_not_compared_with_simulated_ones(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The pools together need too many requests for a simulation, and one of them alone does
+    not."""
+    monkeypatch.setattr(planner, "SIMULATED_REQUESTS", 250)
+
+    def one_is_better(site: Site, candidate: Candidate) -> float:
+        fast = 100.0 if site.accelerator.name == "h100" else 1.0
+        return fast * carried(site, candidate) * (0.1 if candidate.prefill else 1.0)
+
+    plan = planned([FIRST, SECOND], capacity=one_is_better)
+    assert not any(row.finding.simulated for row in plan.rows)
+    assert plan.rows[0].site.accelerator.name == "h100"
+    assert "All rates are from the stepped cost model" in plan.verdict
+
+
+def test_an_instance_that_cannot_hold_longer_prompts_carries_none_of_them() -> None:
+    """Prompts of 5,000 tokens fit on each device of the first kind, and four times as long ones
+    only on two together."""
+    room = CostModel(MODEL, A100, Layout()).kv_tokens_per_rank(0.1)
+    less = (room - 10_000) * MODEL.kv_bytes_per_token("bfloat16")
+    small = Site(replace(A100, memory_bytes=A100.memory_bytes - less / 0.9), 2)
+    site = replace(small, decoding=Site(H100, 1))
+    search = Search(modes=(Mode.DISAGGREGATED,), finalists=1)
+    servers = Servers(lambda item: 4.0 if item.prefill == Layout() else 1.0)
+    made = Planner(MODEL, site, GOAL, both(servers), search)
+    (found, *_) = made.plan(poisson(5.0, 100, Fixed(5000, 100), seed=1)).findings
+    assert made.stepped_rate(found, poisson(5.0, 100, Fixed(20_000, 100), seed=1)) == 0.0
+
+
 def test_the_verdict_tells_with_which_link_the_other_mode_wins() -> None:
     slow = replace(link("ethernet-10g"), name="slow")
 
@@ -152,19 +209,34 @@ def test_the_verdict_tells_with_which_link_the_other_mode_wins() -> None:
     site = Site(replace(H100, scale_up=slow, scale_out=slow), 4)
     lost = planned([site], capacity=by_link).verdict
     for said, times in (
-        ("With a link 8 times as fast, two pools would carry", 2.0),
-        ("With prompts 4 times as long, still one pool would carry", 4.0),
+        ("With a link 8 times as fast (80 Gb/s), of these two, two pools would carry", 2.0),
+        (
+            "With prompts 4 times as long (3,600 tokens on average), of these two, still one pool"
+            " would carry",
+            4.0,
+        ),
     ):
         assert said in lost
         assert float(lost.split(said)[1].split()[0]) == pytest.approx(times, rel=0.08)
+    (equal,) = re.findall(r"they are equal at about ([\d.]+) Gb/s", lost)
+    assert float(equal) == pytest.approx(4 * 10, rel=0.2)
     won = planned([Site(H100, 4)], capacity=by_link).verdict
     assert re.search(r"Up to [89]\.\d* requests/s, one pool meets the limits as well", won)
     assert "With a link 1/8 times as fast" in won
 
 
 def test_a_price_that_is_unknown_is_asked_for() -> None:
-    with pytest.raises(ConfigError, match="best=dollars needs the price of 2 h200"):
-        planned([Site(H200, 2)], "dollars")
+    """Before anything is run, also if only the last pool lacks it."""
+
+    def never(site: Site, candidate: Candidate) -> float:
+        raise AssertionError
+
+    for pools in ([Site(H200, 2)], [FIRST, Site(H200, 2)]):
+        with pytest.raises(ConfigError, match="best=dollars needs the price of 2 h200"):
+            planned(pools, "dollars", capacity=never)
+    weightless = Site(replace(H200, watts=None), 2)
+    with pytest.raises(ConfigError, match="best=joules needs the power of 2 h200.*`watts`"):
+        planned([FIRST, weightless], "joules", capacity=never)
 
 
 # ---- two kinds in one fleet
