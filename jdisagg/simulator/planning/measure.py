@@ -48,6 +48,7 @@ class Measurer:
     most_requests: int
     arrivals: Process = "poisson"
     seed: int = 0
+    tolerance: float = TOLERANCE
 
     def trial(self, candidate: Candidate, rate: float, stay_seconds: float = 0.0) -> Trial:
         return self._trier.trial(self.runner, candidate, rate, stay_seconds)
@@ -81,7 +82,9 @@ class Measurer:
         lowest = 2 / (self.goal.ttft_seconds + demand.steps_mean * self.goal.tpot_seconds)
         guess = task.expected or max(task.bounds.rate, lowest)
         near = bool(task.expected)
-        rate = highest_rate(trial, guess, self.goal.attainment, above, near=near)
+        rate = highest_rate(
+            trial, guess, self.goal.attainment, above, near=near, tolerance=self.tolerance
+        )
         return self._found(task, trials, rate)
 
     def _found(self, task: Task, trials: Sequence[Trial], rate: float) -> Finding:
@@ -128,9 +131,10 @@ def highest_rate(
     carried: float = 0.0,
     *,
     near: bool = False,
+    tolerance: float = TOLERANCE,
 ) -> float:
     """Returns the highest tried rate at which `attained(rate)` is at least `wanted`. The lowest
-    tried rate that fails is at most TOLERANCE (a fraction) higher.
+    tried rate that fails is at most `tolerance` (a fraction) higher.
 
     Assumes that attainment decreases with the rate. Calls `attained` at most MOST_RUNS times.
 
@@ -149,7 +153,7 @@ def highest_rate(
         return attained(rate) >= wanted
 
     # Above a known rate, the result is probably close.
-    low, high, step = carried, 0.0, 1 + TOLERANCE if carried or near else 1.3
+    low, high, step = carried, 0.0, 1 + tolerance if carried or near else 1.3
     rate = step * carried or (guess if near else 0.8 * guess)
     while runs < MOST_RUNS and not (low and high):
         if met(rate):
@@ -162,7 +166,7 @@ def highest_rate(
             high, rate, step = rate, rate / step, min(4.0, step**1.5)
         else:
             high, rate = rate, rate / 1.6 if rate > 0.6 * guess else 0.01 * guess
-    while low and high > low * (1 + TOLERANCE) and runs < MOST_RUNS:
+    while low and high > low * (1 + tolerance) and runs < MOST_RUNS:
         middle = (low * high) ** 0.5
         low, high = (middle, high) if met(middle) else (low, middle)
     return low

@@ -68,6 +68,7 @@ TIE = 0.02
 # Nothing is simulated if a conclusive run needs more requests than this and than `most_requests`.
 SIMULATED_REQUESTS = 10_000
 COMPARED_REQUESTS = 1000  # of a stepped run of a plan with another link or other prompts
+COMPARED_TOLERANCE = 0.08  # relative, of the rates that are compared
 ALL_MODES = (Mode.DISAGGREGATED, Mode.CHUNKED, Mode.UNIFIED)
 
 
@@ -248,8 +249,8 @@ class Planner:
         return self._stepped(self._priced(ceilings), stepper, ceilings)
 
     def stepped_rate(self, finding: Finding, workload: Sequence[Arrival]) -> float:
-        """Returns the rate of a finding's candidate by stepping another workload, with few
-        requests; 0 if it does not fit."""
+        """Returns about the rate of a finding's candidate by stepping another workload; 0 if it
+        does not fit."""
         candidate = finding.candidate
         try:
             ceilings = self._ceilings(workload)
@@ -261,8 +262,8 @@ class Planner:
         bounds, room = ceilings.bounds(candidate), ceilings.rooms[candidate.decode]
         stepper = self._measurer(workload, ceilings.demand, self._runners.stepped)
         expected = finding.rate * bounds.rate / finding.bounds.rate if finding.bounds.rate else 0.0
-        fewer = replace(stepper, most_requests=COMPARED_REQUESTS)
-        found = fewer.measured(Task(candidate, bounds, room, expected=expected))
+        coarse = replace(stepper, most_requests=COMPARED_REQUESTS, tolerance=COMPARED_TOLERANCE)
+        found = coarse.measured(Task(candidate, bounds, room, expected=expected))
         return found.rate if found else 0.0
 
     def _stepped(
