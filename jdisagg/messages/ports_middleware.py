@@ -6,7 +6,7 @@
             return await proceed(*args)
 
         def stream(self, proceed, *args):               # any call that has a stream of replies
-            return proceed(*args)
+            return proceed(*args)                       # (it returns an async iterator)
 
         async def reserve(self, proceed, call):         # this call of the port alone
             ...
@@ -18,8 +18,10 @@ own method, which the middleware calls with the same arguments, with other argum
 all."""
 
 import inspect
+from collections.abc import AsyncGenerator, AsyncIterator
 from functools import cache, partial
-from typing import TypeVar, cast
+from types import FunctionType
+from typing import TypeVar, cast, get_origin
 
 P = TypeVar("P")
 
@@ -29,13 +31,21 @@ class _Through:
 
 
 @cache
-def port_methods(protocol: type) -> tuple[tuple[str, bool], ...]:
-    """Returns (name, whether it streams its replies) of each method of a port."""
+def port_methods(protocol: type) -> tuple[tuple[str, str], ...]:
+    """Returns (name, kind) of each method of a port. The kind is that of the general method that
+    intercepts it: "unary", "stream", or "" for a function that is no call, which none does."""
     return tuple(
-        (name, not inspect.iscoroutinefunction(method))
+        (name, _kind(method))
         for name, method in vars(protocol).items()
         if inspect.isfunction(method) and not name.startswith("_")
     )
+
+
+def _kind(method: FunctionType) -> str:
+    if inspect.iscoroutinefunction(method):
+        return "unary"
+    returned = get_origin(method.__annotations__["return"])
+    return "stream" if returned in (AsyncGenerator, AsyncIterator) else ""
 
 
 def through(protocol: type[P], port: P, middleware: object) -> P:
@@ -47,10 +57,8 @@ def through(protocol: type[P], port: P, middleware: object) -> P:
             precedence.
     """
     wrapped = _Through()
-    for name, streams in port_methods(protocol):
-        step = getattr(middleware, name, None) or getattr(
-            middleware, "stream" if streams else "unary", None
-        )
+    for name, kind in port_methods(protocol):
+        step = getattr(middleware, name, None) or getattr(middleware, kind or name, None)
         proceed = getattr(port, name)
         setattr(wrapped, name, partial(step, proceed) if step else proceed)
     return cast(P, wrapped)

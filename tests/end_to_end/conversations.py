@@ -138,4 +138,4 @@ async def on_disk_alone(run: Running, tokens: int = 500) -> None:
         while not worker._sources.quiet:
             await asyncio.sleep(0.01)
     tier = worker._host
-    tier._drop(tier.blocks.clear(), "room")
+    tier._drop(tier.blocks, tier.blocks.clear(), "room")

@@ -6,6 +6,7 @@ from typing import Protocol, TypeVar
 
 import pytest
 
+from jdisagg.dispatch.frontend import ServingPath
 from jdisagg.messages.ports import DecodePort, PeerPort, PrefillPort
 from jdisagg.messages.ports_middleware import port_methods, through
 
@@ -19,6 +20,8 @@ class Port(Protocol):
 
     def count(self, most: int) -> AsyncIterator[int]: ...
 
+    def triple(self, number: int, times: int) -> int: ...
+
 
 class Adder:
     async def add(self, left: int, right: int = 1) -> int:
@@ -30,6 +33,9 @@ class Adder:
     async def count(self, most: int) -> AsyncIterator[int]:
         for number in range(most):
             yield number
+
+    def triple(self, number: int, times: int) -> int:
+        return 3 * number * times
 
 
 class Everything:
@@ -76,6 +82,16 @@ def test_a_named_method_stands_before_its_own_call_alone_and_the_rest_costs_noth
     asyncio.run(main())
 
 
+def test_a_function_that_is_no_call_reaches_the_port_unless_middleware_has_its_name() -> None:
+    class Tripled:
+        def triple(self, proceed: Callable[[int, int], int], number: int, times: int) -> int:
+            return -proceed(number, times)
+
+    everything = Everything()
+    assert through(Port, Adder(), everything).triple(2, 5) == 30 and not everything.seen
+    assert through(Port, Adder(), Tripled()).triple(2, 5) == -30
+
+
 def test_middleware_stacks() -> None:
     async def main() -> None:
         port = through(Port, through(Port, Adder(), DoubleAlone()), Everything())
@@ -85,10 +101,18 @@ def test_middleware_stacks() -> None:
 
 
 @pytest.mark.parametrize(
-    ("protocol", "streams"),
-    [(PrefillPort, set()), (DecodePort, {"generate"}), (PeerPort, {"offers"})],
+    ("protocol", "streams", "others"),
+    [
+        (PrefillPort, set(), set()),
+        (DecodePort, {"generate"}, set()),
+        (PeerPort, {"offers"}, set()),
+        (ServingPath, {"stream"}, {"resume", "end"}),
+    ],
 )
-def test_a_ports_streams_are_known_by_its_protocol(protocol: type, streams: set[str]) -> None:
+def test_a_ports_streams_are_known_by_its_protocol(
+    protocol: type, streams: set[str], others: set[str]
+) -> None:
     methods = dict(port_methods(protocol))
-    assert {name for name, streaming in methods.items() if streaming} == streams
+    assert {name for name, kind in methods.items() if kind == "stream"} == streams
+    assert {name for name, kind in methods.items() if not kind} == others
     assert len(methods) >= 3
