@@ -20,8 +20,8 @@ minute or two. If that needs too many requests (--most_requests), nothing is sim
 the table, best first, and a text that compares the modes. --output writes a recipe for `jdisagg
 serve`, `cluster` and `router`. --engine plans for vLLM, SGLang or TensorRT-LLM, for which no recipe
 is written. Exit status 1: the model does not fit or cannot meet the objective, and the message
-gives the reason. docs/planner.md explains the table. Loads no weights, and JAX only
-for --output."""
+gives the reason. docs/planner.md explains the table. Loads no weights, and JAX only for
+--output."""
 
 import json
 import sys

@@ -4,8 +4,8 @@ served in the same dtypes.
 The fingerprint covers each file's path, size and content. Files above 64 MiB are sampled: their
 first bytes (the header of a safetensors file) and evenly spaced pieces. KV scales are covered only
 if the KV dtype uses them, and a drafter in a folder of its own only if its KV is handed over and
-cached. The Hugging Face and the Orbax form of one model have different
-fingerprints, so all workers of a cluster must load the same form."""
+cached. The Hugging Face and the Orbax form of one model have different fingerprints, so all workers
+of a cluster must load the same form."""
 
 import hashlib
 import re

@@ -45,8 +45,9 @@ def _steps(executor: MeshExecutor, role: MeshRole) -> list[partial[Any]]:
         if role.extracts or not role.prefill:
             steps += [partial(insert, *one) for one in limits.block_shapes()]
     kept, fetched = (_shapes_of(limits, tokens) for tokens in (role.host_tokens, role.peer_tokens))
-    if role.tails and not (limits.kv_spec.has_state or limits.ring_pages):
-        kept = [shape for shape in _shapes_of_parts(limits) if shape[1] <= role.host_tokens]
+    if role.tails and not limits.has_slots:  # a tail may have any number of tokens
+        parts = [one for one in limits.block_shapes() if one[1] <= role.host_tokens]
+        kept = [(*one, KvKind.POSITIONS) for one in parts]
     if role.extracts:
         steps += [partial(blocks.warm_extract, *one) for one in limits.block_shapes()]
     else:
@@ -108,11 +109,6 @@ def _steps_apart(executor: MeshExecutor, role: MeshRole) -> list[partial[Any]]:
             if executor.card.ends:
                 steps += [partial(blocks.warm_pieces, *shape)]
     return steps
-
-
-def _shapes_of_parts(limits: MeshLimits) -> list[_Shape]:
-    """The pieces of blocks of any number of tokens."""
-    return [(*shape, KvKind.POSITIONS) for shape in limits.block_shapes()]
 
 
 def _shapes_of(limits: MeshLimits, tokens: int) -> list[_Shape]:

@@ -228,6 +228,11 @@ class MeshLimits:
         ]
         return [(band, tokens) for tokens in lengths for band in self.window_bands(tokens)]
 
+    @property
+    def has_slots(self) -> bool:
+        """Whether sequences have slots, of recurrent state or of ring buffers."""
+        return self.kv_spec.has_state or self.ring_pages > 0
+
     def block_shapes(self) -> list[tuple[range, int]]:
         return [(band, tokens) for tokens in self._block_lengths() for band in self.bands(tokens)]
 

@@ -92,7 +92,7 @@ class StateSlots:
     def __init__(self, limits: MeshLimits) -> None:
         self._ledgers = [PageLedger(limits.state_slots_per_rank) for _ in range(limits.ranks)]
         self.by_rank = (limits.state_slots_per_rank,) * limits.ranks
-        self.on = limits.kv_spec.has_state or limits.ring_pages > 0
+        self.on = limits.has_slots
 
     def free_slots(self, rank: int) -> int:
         return self._ledgers[rank].free_pages

@@ -71,6 +71,11 @@ class Arrival:
         )
 
 
+def names_blocks(workload: Sequence[Arrival]) -> bool:
+    """Returns whether any request names blocks. Otherwise none finds any in a prefix cache."""
+    return any(item.block_hashes for item in workload)
+
+
 # ---- lengths
 
 

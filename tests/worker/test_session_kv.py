@@ -48,6 +48,17 @@ async def told(
     return reports[-1] if reports else None
 
 
+async def pushed_out(cluster: Cluster) -> SessionReport:
+    """A session is in host memory alone in its pause."""
+    await cluster.ask(of_session(1, PAUSE))
+    await asyncio.sleep(SWEPT)
+    for number in range(2, 6):
+        await cluster.ask(other(number))
+    away = await shown(cluster)
+    assert away.pages_tokens == 0 and away.host_tokens == PROMPT
+    return away
+
+
 async def shown(cluster: Cluster, key: str = "s") -> SessionReport:
     report = await told(cluster, SessionAction.SHOW, key)
     assert report is not None
@@ -85,12 +96,7 @@ async def test_a_session_is_back_in_pages_when_its_pause_ends_by_the_clock_or_by
     called: bool,
 ) -> None:
     async with fleet() as cluster:
-        await cluster.ask(of_session(1, PAUSE))
-        await asyncio.sleep(SWEPT)
-        for number in range(2, 6):
-            await cluster.ask(other(number))
-        away = await shown(cluster)
-        assert away.pages_tokens == 0 and away.host_tokens == PROMPT
+        away = await pushed_out(cluster)
         assert 50.0 < away.pause_seconds < 60.0 and away.idle_seconds > SWEPT - 0.1
         if called:
             assert await told(cluster, SessionAction.PREFETCH, tenant="other") is None
@@ -183,12 +189,7 @@ async def test_a_session_that_is_dropped_while_it_is_copied_leaves_nothing() -> 
 
 async def test_a_session_that_is_dropped_while_it_is_restored_does_not_come_back() -> None:
     async with fleet(costs=Costs(pull=0.5, other=1e-5)) as cluster:
-        await cluster.ask(of_session(1, PAUSE))
-        await asyncio.sleep(SWEPT)
-        for number in range(2, 6):
-            await cluster.ask(other(number))
-        away = await shown(cluster)
-        assert away.pages_tokens == 0 and away.host_tokens == PROMPT
+        await pushed_out(cluster)
         prefetching = asyncio.ensure_future(told(cluster, SessionAction.PREFETCH))
         await until(lambda: not cluster.decode._sources.quiet)
         await asyncio.sleep(0.7)  # some blocks are in pages

@@ -18,7 +18,7 @@ from jdisagg.simulator.planning.stepped import SteppedRunner
 from jdisagg.simulator.planning.trials import Loss, Lost, Runner, Runners, TrialRun
 from jdisagg.simulator.planning.verdict import Finding
 from jdisagg.simulator.run import simulate
-from jdisagg.simulator.workloads import Arrival
+from jdisagg.simulator.workloads import Arrival, names_blocks
 
 MIN_CHUNK = 256
 # Number of layer groups of a hand-off; all but the last are transferred while the chunk computes.
@@ -106,11 +106,10 @@ class FleetMaker:
         gaps: bool = False,
     ) -> TrialRun:
         """Stops early when `lost` returns True. `gaps`: whether outcomes have the times between
-        tokens. Without named blocks nothing is found in the prefix cache, and it is not
-        simulated."""
+        tokens. The prefix cache is simulated only if something can be found in it."""
         begun = lost.begun if isinstance(lost, Loss) else None
-        named = any(item.block_hashes for item in arrivals)
-        fleet = self.fleet(candidate) if named else replace(self, reuse=False).fleet(candidate)
+        maker = self if names_blocks(arrivals) else replace(self, reuse=False)
+        fleet = maker.fleet(candidate)
         result = simulate(fleet, arrivals, self.seed, enough=lost, begun=begun, gaps=gaps)
         return TrialRun(result.outcomes, result.usage, result.stopped)
 

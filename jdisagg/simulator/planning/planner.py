@@ -60,7 +60,7 @@ from jdisagg.simulator.planning.verdict import (
     stepped_answer,
     verdict,
 )
-from jdisagg.simulator.workloads import Arrival
+from jdisagg.simulator.workloads import Arrival, names_blocks
 
 # A candidate is simulated if its stepped rate is at most this fraction below the stepped rate of
 # the best candidate of its kind.
@@ -183,8 +183,7 @@ class Planner:
     def searched(self, workload: Sequence[Arrival]) -> "Searched":
         """Steps the candidates. Raises NothingFits, with the reason, if none fits."""
         ceilings = self._ceilings(workload)
-        cached = any(item.block_hashes for item in workload)
-        if reason := never(ceilings, cached):
+        if reason := never(ceilings, names_blocks(workload)):
             raise NothingFits(reason)
         priced = self._priced(ceilings)
         left_out = self._left_out(ceilings.fitting, priced)

@@ -15,6 +15,7 @@ from jdisagg.simulator.planning.bounds import Bounds, Goal
 from jdisagg.simulator.planning.candidates import Candidate
 from jdisagg.simulator.planning.measure import TOLERANCE, Measurer, Task
 from jdisagg.simulator.planning.verdict import Finding
+from jdisagg.simulator.workloads import names_blocks
 
 # The rate of a candidate is searched only if it exceeds this fraction of the best rate of its kind
 # by the search's tolerance.
@@ -43,7 +44,7 @@ def ranked_by_stepping(
     weigh: Callable[[Candidate], float],
 ) -> list[Finding]:
     # Bounds ignore cached prefixes, so that they bound nothing if there are any.
-    hopeless = 0.0 if any(item.block_hashes for item in measurer.workload) else HOPELESS
+    hopeless = 0.0 if names_blocks(measurer.workload) else HOPELESS
     left: dict[Kind, list[Priced]] = {}
     for item in priced:
         left.setdefault(_kind(item[0]), []).append(item)

@@ -22,7 +22,7 @@ from jdisagg.simulator.planning.stepped_instances import Chunk, Instance, Steppe
 from jdisagg.simulator.planning.trials import Loss, Lost, TrialRun
 from jdisagg.simulator.report import RequestOutcome, WorkerUsage
 from jdisagg.simulator.step_costs import StepCosts
-from jdisagg.simulator.workloads import Arrival
+from jdisagg.simulator.workloads import Arrival, names_blocks
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +135,7 @@ class SteppedRun:
 
     def run(self, arrivals: Sequence[Arrival], lost: Lost | None = None) -> TrialRun:
         self._arrivals = arrivals
-        if self._fleet.prefix.reuse and any(item.block_hashes for item in arrivals):
+        if self._fleet.prefix.reuse and names_blocks(arrivals):
             self._caches = self._prefix_caches()
         self._begun = lost.begun if isinstance(lost, Loss) else None
         coming, number = len(arrivals), 0
@@ -177,8 +177,8 @@ class SteppedRun:
 
     def _place(self, request: SteppedRequest) -> bool:
         arrival = self._arrivals[request.number]
-        work = [item.prompt_tokens for item in self._first]
         cached = [cache.cached_tokens(arrival) for cache in self._caches]
+        work = [item.prompt_tokens for item in self._first]
         if cached:
             work = [queued - known for queued, known in zip(work, cached, strict=True)]
         if self._prefills:

@@ -32,7 +32,7 @@ from jdisagg.simulator.report import (
     summarise,
     utilisation,
 )
-from jdisagg.simulator.workloads import Arrival, at_rate
+from jdisagg.simulator.workloads import Arrival, at_rate, names_blocks
 
 TOLERANCE = 0.04  # relative tolerance of a rate at which bisection ends
 GROWTH = TOLERANCE / 2
@@ -211,7 +211,7 @@ def requests_at(
     """Returns the first `count` requests of the workload, with new arrival times at `rate` requests
     per second. A workload with fewer requests is repeated, unless its blocks have names: repeated
     names would add cache hits. In that case the result has fewer than `count` requests."""
-    if any(item.block_hashes for item in workload):
+    if names_blocks(workload):
         count = min(count, len(workload))
     if arrivals == "trace" and len(workload) > 1:
         return at_rate(workload[:count], rate)
