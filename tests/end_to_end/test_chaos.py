@@ -149,14 +149,18 @@ async def test_without_survivors_streams_end_with_a_typed_error(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("moment", Moment, ids=lambda one: one.name.lower())
 @pytest.mark.parametrize("processes", [1, 2])
-async def test_every_moment_victim_and_deed(processes: int, tmp_path: Path, kinds: list[Kind]):
+async def test_every_victim_and_deed(
+    processes: int, moment: Moment, tmp_path: Path, kinds: list[Kind]
+):
     layouts = {"prefill_layout": "tp=2", "decode_layout": "dp=2"} if processes == 2 else {}
     own = ChaosCluster(Shape(processes=processes, **layouts), tmp_path, str(PROGRAMS))  # type: ignore[arg-type]
     try:
         await own.start()
         harness = Harness(own, kinds, 50)
-        outcomes = [await harness.run(scenario) for scenario in all_scenarios(processes)]
+        scenarios = [one for one in all_scenarios(processes) if one.moment is moment]
+        outcomes = [await harness.run(scenario) for scenario in scenarios]
     finally:
         await own.stop()
     print(table(outcomes))

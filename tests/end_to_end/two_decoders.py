@@ -40,7 +40,7 @@ class TwoDecoders(EmbeddedCluster):
     def _make_ports(self) -> ClusterPorts:
         super()._make_ports()
         load, devices = self._load
-        config = replace(self.config.decode, layout=Layout(), page_size=8, pages_per_rank=64)
+        config = replace(self.config.decode, layout=Layout(), page_size=8, pages_per_rank=34)
         replica = self.build(SECOND, WorkerRole.DECODE, load, devices, config)
         self._second_mesh = replica.executor
         assert self.prefill
