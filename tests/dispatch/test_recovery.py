@@ -257,6 +257,22 @@ async def test_a_request_too_large_for_one_worker_goes_to_another_and_for_all_is
             await fleet.collect(toy_request(30, prompt_tokens=40, max_tokens=30))
 
 
+@pytest.mark.parametrize("kind", ["prefill", "decode"])
+async def test_children_that_go_on_apart_may_all_be_refused_by_a_worker_that_is_too_small(
+    kind: str,
+) -> None:
+    async with Fleet() as fleet:
+        await fleet.kill(f"{kind}0")
+        fleet._limits[kind[0]] = toy_limits(pages_per_rank=8)
+        await fleet.start(f"{kind}0")
+        request = toy_request(1, prompt_tokens=40, max_tokens=30, n=3, temperature=1.0)
+        had = [AcceptedChild(expected_tokens(request, child, 128)[0][:1]) for child in range(3)]
+        rest = Collected(tokens={child: list(one.token_ids) for child, one in enumerate(had)})
+        again = replace(request, resumption=Resumption(1, tuple(had)))
+        fleet.check(request, await fleet.collect(again, into=rest))
+        assert fleet.path.counters["attempts_failed"] > 1, "the small one was asked"
+
+
 async def test_where_no_two_workers_fit_the_client_hears_what_differs() -> None:
     async with Fleet(
         prefills=1, decodes=1, limits=LimitsConfig(max_attempts=2), fingerprint=lambda name: name
