@@ -94,7 +94,8 @@ class Attempt:
 
     def suspend(self) -> None:
         """Tells the decode worker, before it hears that the stream is closed, that blocks are
-        awaited."""
+        awaited. What the worker still reports starts no attempt."""
+        self.open.clear()
         if self.received and not self._run.request.prefill_only:
             call = self._held.port.cancel(self._held.key, awaited=True)
             ending = asyncio.create_task(quietly(call, self._times.close_seconds))
