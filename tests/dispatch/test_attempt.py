@@ -83,7 +83,9 @@ class TheOnlyOnes:
     def most_computed(self, decode: str) -> float:
         return math.inf
 
-    async def another_prefill(self, avoid: frozenset[str], decode: str) -> str:
+    async def another_prefill(
+        self, avoid: frozenset[str], decode: str, unfit: frozenset[str]
+    ) -> str:
         return "prefill"
 
     async def another_decode(self, avoid: frozenset[str], origin: str) -> str:
