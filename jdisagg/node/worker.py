@@ -478,7 +478,7 @@ class WorkerRuntime:
     async def _change_role(self, worker: Worker, instance: Replica, wanted: Role) -> None:
         """Compiles what is missing while the worker serves in its old role. Raises an error if the
         role has not changed."""
-        state, role, before = self._state, wanted.role, self._state.process.role
+        state, role = self._state, wanted.role
         warms = state.config.warm_up
         if warms and role not in self._warm:
             more = [(instance.executor, step) for step in instance.steps(role)]
@@ -492,11 +492,7 @@ class WorkerRuntime:
 
         seconds = state.config.service.drain_seconds
         scratch = instance.scratch_tokens(role) if warms else 0
-        try:
-            await worker.change_role(role, seconds, prepare, scratch)
-        except Exception:
-            await instance.take_role(before, measures=False)
-            raise
+        await worker.change_role(role, seconds, prepare, scratch)
         state.roles.warm()
         state.become(wanted)
 
