@@ -191,6 +191,27 @@ def test_the_orbax_form_loads_under_any_layout_and_orientation(name: str, tmp_pa
         _load(tmp_path / "orbax")
 
 
+def test_the_orbax_form_keeps_templates_and_the_form_of_embeddings(tmp_path: Path) -> None:
+    source, made = tmp_path / "source", tmp_path / "orbax"
+    shutil.copytree(GOLDEN / "llama_biased", source)
+    tensors = load_file(source / "model.safetensors")
+    del tensors["lm_head.weight"]  # an embedding model, saved without its head
+    save_file(tensors, source / "model.safetensors")
+    texts = {
+        "modules.json": '[{"type": "sentence_transformers.models.Pooling", "path": "1_Pooling"}]',
+        "1_Pooling/config.json": '{"pooling_mode_mean_tokens": true}',
+        "config_sentence_transformers.json": '{"prompts": {"query": "q: "}}',
+        "chat_template.json": '{"chat_template": "{{ messages }}"}',
+        "additional_chat_templates/tool_use.jinja": "{{ tools }}",
+    }
+    for name, text in texts.items():
+        (source / name).parent.mkdir(exist_ok=True)
+        (source / name).write_text(text)
+    convert(source, made, "auto", devices=1)
+    assert {name: (made / name).read_text() for name in texts} == texts
+    _assert_same(_load(made), _load(source))
+
+
 def _python(*arguments: str, environment: Mapping[str, str]) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, *arguments],
