@@ -21,6 +21,7 @@ from safetensors.numpy import load_file, save_file
 
 from jdisagg.errors import CheckpointError, ConfigError, LayoutError
 from jdisagg.layout.axes import Layout
+from jdisagg.transfer.offered_weights import OfferedWeights
 from launch.convert import convert
 from models.checkpoint import LoadedModel, load_config, load_model
 from models.feed_forward import SparseMLP
@@ -210,6 +211,14 @@ def test_the_orbax_form_keeps_templates_and_the_form_of_embeddings(tmp_path: Pat
     convert(source, made, "auto", devices=1)
     assert {name: (made / name).read_text() for name in texts} == texts
     _assert_same(_load(made), _load(source))
+
+
+@pytest.mark.parametrize(("name",), first_quick([("gemma3",), ("lfm2",), ("nemotron_h",)]))
+def test_offered_arrays_have_the_names_of_the_checkpoints_tensors(name: str) -> None:
+    arrays = load_file(GOLDEN / name / "model.safetensors")
+    with OfferedWeights("offer:1", arrays, 600.0) as offered:
+        found = load_model(GOLDEN / name, Layout(), jax.devices()[:1], tensors=offered)
+    _assert_same(found, _load(GOLDEN / name))
 
 
 def _python(*arguments: str, environment: Mapping[str, str]) -> subprocess.CompletedProcess[str]:
