@@ -17,8 +17,9 @@ from absl import flags as absl
 from tqdm import tqdm
 
 from jdisagg.application import load
+from jdisagg.chat.messages import ChatPrompt
 from jdisagg.config import EngineConfig
-from jdisagg.dispatch.prompts import Prompt
+from jdisagg.dispatch.prompts import Prompt, TokenPrompt
 from jdisagg.errors import ConfigError, JdisaggError, first_error
 from jdisagg.node.deployment import Deployment, prepare_engine
 from jdisagg.request import SamplingOptions, SamplingParams
@@ -67,7 +68,7 @@ class LLM:
 
     def generate(
         self,
-        prompts: Prompt | Sequence[Prompt],
+        prompts: Prompt | Sequence[Prompt | list[int] | tuple[int, ...]],
         params: SamplingParams | Mapping[str, object] | None = None,
         *,
         progress: bool = True,
@@ -75,8 +76,9 @@ class LLM:
         """Completes prompts together and returns their outputs in the same order.
 
         Args:
-            prompts: Texts, lists of token ids or chats, or a single text. Messages of chats may
-                have images (`jdisagg.chat.images.ChatImage.of`).
+            prompts: Texts, lists of token ids or chats (`ChatPrompt`), or a single text,
+                `TokenPrompt` or chat. Messages of chats may have images
+                (`jdisagg.chat.images.ChatImage.of`).
             params: Sampling options for all prompts, such as `{"max_tokens": 32, "temperature": 0}`
                 (`jdisagg.dispatch.options.SamplingOptions`). Unset options have the model's
                 defaults.
@@ -88,7 +90,11 @@ class LLM:
         """
         if self._closed:
             raise ConfigError("this LLM is closed; create another")
-        several = [prompts] if isinstance(prompts, str) else list(cast(Sequence[Prompt], prompts))
+        if isinstance(prompts, str | TokenPrompt | ChatPrompt):
+            prompts = [prompts]
+        several = [
+            TokenPrompt(tuple(one)) if isinstance(one, list | tuple) else one for one in prompts
+        ]
         if isinstance(params, SamplingParams):
             params = {field.name: getattr(params, field.name) for field in fields(params)}
         options = cast(SamplingOptions, dict(params or {}))
