@@ -17,14 +17,17 @@ from absl import flags as absl
 from tqdm import tqdm
 
 from jdisagg.application import load
+from jdisagg.chat.messages import ChatPrompt
 from jdisagg.config import EngineConfig
-from jdisagg.dispatch.prompts import Prompt
+from jdisagg.dispatch.prompts import Prompt, TokenPrompt
 from jdisagg.errors import ConfigError, JdisaggError, first_error
 from jdisagg.node.deployment import Deployment, prepare_engine
 from jdisagg.request import SamplingOptions, SamplingParams
 from jdisagg.service.client.completion import Collector, Completion
 
 Result = TypeVar("Result")
+
+COMPILE_SECONDS = 1800.0  # a command gets this much more, because it may compile its program first
 
 
 class LLM:
@@ -67,7 +70,7 @@ class LLM:
 
     def generate(
         self,
-        prompts: Prompt | Sequence[Prompt],
+        prompts: Prompt | Sequence[Prompt | list[int] | tuple[int, ...]],
         params: SamplingParams | Mapping[str, object] | None = None,
         *,
         progress: bool = True,
@@ -75,8 +78,9 @@ class LLM:
         """Completes prompts together and returns their outputs in the same order.
 
         Args:
-            prompts: Texts, lists of token ids or chats, or a single text. Messages of chats may
-                have images (`jdisagg.chat.images.ChatImage.of`).
+            prompts: Texts, lists of token ids or chats (`ChatPrompt`), or a single text,
+                `TokenPrompt` or chat. Messages of chats may have images
+                (`jdisagg.chat.images.ChatImage.of`).
             params: Sampling options for all prompts, such as `{"max_tokens": 32, "temperature": 0}`
                 (`jdisagg.dispatch.options.SamplingOptions`). Unset options have the model's
                 defaults.
@@ -88,7 +92,11 @@ class LLM:
         """
         if self._closed:
             raise ConfigError("this LLM is closed; create another")
-        several = [prompts] if isinstance(prompts, str) else list(cast(Sequence[Prompt], prompts))
+        if isinstance(prompts, str | TokenPrompt | ChatPrompt):
+            prompts = [prompts]
+        several = [
+            TokenPrompt(tuple(one)) if isinstance(one, list | tuple) else one for one in prompts
+        ]
         if isinstance(params, SamplingParams):
             params = {field.name: getattr(params, field.name) for field in fields(params)}
         options = cast(SamplingOptions, dict(params or {}))
@@ -154,7 +162,9 @@ def _config(model: str | None, options: Mapping[str, object]) -> EngineConfig:
         given.values(["LLM", *texts])
     except absl.Error as error:
         raise ConfigError(f"LLM: {error}") from error
-    return replace(settings.engine_config(given), warm_up=False)
+    config: EngineConfig = settings.engine_config(given)
+    seconds = config.limits.step_seconds + COMPILE_SECONDS
+    return replace(config, warm_up=False, limits=replace(config.limits, step_seconds=seconds))
 
 
 async def _started(config: EngineConfig) -> Deployment:

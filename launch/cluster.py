@@ -99,7 +99,7 @@ def cluster_config() -> ClusterConfig:
     by_ray = flags.on == "ray"
     gpus = () if by_ray else accelerators_of(flags)
     count = _shape(Mode(flags.mode) if flags.mode else None).instances
-    engine = engine_config(flags, meshes=min(count, len(gpus)))
+    engine = engine_config(flags, meshes=min(count, len(gpus)), elastic=True)
     shape = _shape(engine.mode)
     directory = engine.model.directory or SHIPPED_MODEL
     geometry = read_config(HfConfig.from_directory(Path(directory))).geometry

@@ -117,6 +117,8 @@ def from_environment(given: Given, arguments: Sequence[str]) -> Iterator[tuple[s
     words = {text.partition("=")[0] for text in _underscored(given, arguments)}
     for name in given.names:
         value = os.environ.get(VARIABLE + name.upper())
+        if name.endswith("port") and "://" in (value or ""):
+            continue  # JDISAGG_PORT=tcp://... is what Kubernetes sets for a Service named jdisagg
         if value is not None and words.isdisjoint((f"--{name}", f"--no{name}")):
             yield name, value
 

@@ -14,14 +14,12 @@ from jdisagg.errors import ConfigError
 from jdisagg.layout.platforms import DEVICE_FRACTION
 from jdisagg.messages.worker_status import WorkerRole
 
-STEP = 0.99  # factor on the number of pages until they fit
-
 
 def with_fitting_pages(
     config: EngineConfig, geometry: CostGeometry, cards: Mapping[WorkerRole, Accelerator]
 ) -> EngineConfig:
-    """`cards`: the accelerators of each role. A configuration that does not fit with any number of
-    pages is left as it is, and is refused with the reason where it is started."""
+    """`cards`: the accelerators of each role. A configuration without room for one sequence is left
+    as it is, and is refused with the reason where it is started."""
     if config.mode is not Mode.DISAGGREGATED:
         return replace(config, decode=_fitted(config, WorkerRole.MIXED, geometry, cards))
     prefill = _fitted(config, WorkerRole.PREFILL, geometry, cards)
@@ -40,12 +38,9 @@ def _fitted(
     platform = "tpu" if card.name.startswith("tpu") else "gpu"
     memory = DeviceMemory(int(DEVICE_FRACTION * card.memory_bytes), f"of {card.name}", platform)
     worker = worker_defaults(worker_config(config, role), role, sharers=1, processes=1)
-    pages = own.pages_per_rank or 0
-    while pages:
-        try:
-            given = replace(worker.instance, pages_per_rank=pages)
-            fit_worker(replace(worker, instance=given), role, geometry, memory)
-            return replace(own, pages_per_rank=pages)
-        except ConfigError:
-            pages = int(STEP * pages)
-    return own
+    roomy = replace(worker, instance=replace(worker.instance, pages_per_rank=None))
+    try:
+        room = fit_worker(roomy, role, geometry, memory)[1].room
+    except ConfigError:
+        return own
+    return replace(own, pages_per_rank=min(own.pages_per_rank or room, room))

@@ -9,13 +9,12 @@ from models.tokenizer import Tokenizer
 
 
 def grammar_compiler(directory: str) -> GrammarCompiler | None:
-    path = Path(directory) / "tokenizer.json"
-
     def read() -> TokenizerText:
-        eos_ids = Tokenizer.from_directory(directory).eos_ids
-        return TokenizerText(path.read_text(encoding="utf-8"), eos_ids, _vocabulary(directory))
+        tokenizer = Tokenizer.from_directory(directory)
+        return TokenizerText(tokenizer.json, tokenizer.eos_ids, _vocabulary(directory))
 
-    return GrammarCompiler(read) if path.is_file() else None
+    has_tokenizer = (Path(directory) / "tokenizer.json").is_file()
+    return GrammarCompiler(read) if has_tokenizer else None
 
 
 def _vocabulary(directory: str) -> int:

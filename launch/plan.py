@@ -148,15 +148,9 @@ def _write(row: Row, maker: FleetMaker, goal: Goal, context_tokens: int) -> None
     directory = flags.model_directory or (flags.model if Path(flags.model).is_dir() else "")
     prefills, decodes = row.site.accelerator, row.site.decodes.accelerator
     cards = {WorkerRole.PREFILL: prefills, WorkerRole.DECODE: decodes, WorkerRole.MIXED: decodes}
-    text = plan_recipe(
-        row,
-        maker,
-        goal,
-        directory,
-        context_tokens,
-        flags.output,
-        lambda config: with_fitting_pages(config, maker.geometry, cards),
-    )
+    planned = maker.engine(row.finding.candidate, directory, context_tokens)
+    fitted = with_fitting_pages(planned, maker.geometry, cards)
+    text = plan_recipe(row, fitted, maker.geometry, goal, flags.output)
     Path(flags.output).write_text(text)
     print(f"Row {flags.choose} is written to {flags.output}.")
 

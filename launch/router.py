@@ -71,7 +71,7 @@ def _of_flags() -> RouterProcessConfig:
                 f"--set={text}: a router has {', '.join(f'{part}.' for part in PARTS)} alone; name"
                 " one of their fields, such as limits.max_attempts=4"
             )
-    engine = engine_config(flags, weights=False, meshes=0)
+    engine = engine_config(flags, weights=False, meshes=0, elastic=True)
     router = RouterConfig(
         engine.limits,
         engine.routing,

@@ -15,7 +15,6 @@ process exits with status 3, so that a supervisor can restart it."""
 import asyncio
 import contextlib
 import os
-import sys
 from dataclasses import replace
 
 from jdisagg.config import EngineConfig, ObserveConfig, ServiceConfig
@@ -25,7 +24,7 @@ from jdisagg.node.serving import curl, serve_until_signalled, where
 from jdisagg.node.signals import end_at_once
 from jdisagg.observe import wrap
 from jdisagg.observe.decision_log import DecisionLog
-from jdisagg.observe.logs import start_logging
+from jdisagg.observe.logs import say, start_logging
 from jdisagg.observe.process import check_ports, observing
 from jdisagg.router.decision import NO_ROUTER_EVENTS
 from jdisagg.service.server import check_address
@@ -50,7 +49,7 @@ def main() -> None:
     with log as decisions:
         broken = asyncio.run(_serve(config, observe, decisions))
     if broken is not None:
-        print(f"error: {broken.message}", file=sys.stderr, flush=True)
+        say(f"error: {broken.message}", error=True)
         os._exit(EXIT_BROKEN)  # JAX's shutdown would wait for programs that may never end
 
 
@@ -72,7 +71,7 @@ async def _serve(
                 name = deployment.frontend.model.name
                 line = f"jdisagg serves {name} ({config.mode.value}) on {where(service)}"
                 about = "\n".join(deployment.about())
-                print(f"{line}\n{about}\n{curl(service)}", end="", flush=True)
+                say(f"{line}\n{about}\n{curl(service)}".rstrip())
 
             broken = await serve_until_signalled(
                 deployment.frontend, config.service, ready, deployment.cluster.broken, log, observer

@@ -30,17 +30,20 @@ _log = logging.getLogger(__name__)
 _SET_LAYOUTS = {"config", "prefill", "decode", "layout", "gpus_per_worker"}
 
 
-def engine_config(given: Given, weights: bool = True, meshes: int = 2) -> EngineConfig:
+def engine_config(
+    given: Given, weights: bool = True, meshes: int = 2, elastic: bool = False
+) -> EngineConfig:
     """Returns the configuration: the recipe of --config, changed by --set and by the other flags
     that were given.
 
-    Ignores `elastic.` fields of --set, which `elastic_config` reads. If --model is given without
-    --dtype, or if --dtype=auto is given, the data type is that of the checkpoint. A data type that
-    --dtype or --set gives takes precedence.
+    If --model is given without --dtype, or if --dtype=auto is given, the data type is that of the
+    checkpoint. A data type that --dtype or --set gives takes precedence.
 
     Args:
         meshes: Number of meshes that share the host's accelerators if no flag gives a recipe or
             layouts. 0 keeps the recipe's layouts.
+        elastic: Whether the command reads the `elastic.` fields of --set by `elastic_config`. They
+            are then ignored here.
 
     Raises:
         ConfigError, LayoutError, CheckpointError: A value cannot work; the message names the value.
@@ -55,15 +58,16 @@ def engine_config(given: Given, weights: bool = True, meshes: int = 2) -> Engine
     if "model" in said:
         said["model"] = str(local_model(str(said["model"]), given.revision, weights))
     if said.get("chunk_tokens"):
-        least = min(given.chunk_tokens, recipe.prefill.min_chunk_tokens)
-        changes += [(f"{side}.min_chunk_tokens", least) for side in BOTH_SIDES]
+        for side, now in zip(BOTH_SIDES, (recipe.prefill, recipe.decode), strict=True):
+            least = min(given.chunk_tokens, now.min_chunk_tokens)
+            changes.append((f"{side}.min_chunk_tokens", least))
     asked = "dtype" in given.names and ("model" in said or "dtype" in said)
     if asked and said.get("dtype", "auto") == "auto":
         directory = str(said.get("model") or recipe.model.directory or SHIPPED_MODEL)
         changes.append(("model.dtype", stored_dtype(Path(directory).expanduser())))
         said.pop("dtype", None)
     changes += [(path, value) for name, value in said.items() for path in FLAGS[name].paths]
-    sets = [text for text in given.set if not text.startswith("elastic.")]
+    sets = [text for text in given.set if not (elastic and text.startswith("elastic."))]
     return changed(recipe, [*changes, *of_both_sides(map(assignment, sets))])
 
 

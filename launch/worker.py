@@ -16,6 +16,7 @@ A worker of several processes needs this command once for each process, with --n
 too."""
 
 import asyncio
+import contextlib
 import os
 import socket
 import sys
@@ -35,7 +36,7 @@ from jdisagg.node.gpus import VISIBLE, parse_gpus
 from jdisagg.node.run_files import ProcessPlace, WorkerProcessConfig, read_config
 from jdisagg.node.signals import end_at_once
 from jdisagg.node.worker_process import join, run_worker
-from jdisagg.observe.logs import start_logging
+from jdisagg.observe.logs import say, start_logging
 from jdisagg.observe.process import observing
 from jdisagg.service.certificate import check_certificate
 from jdisagg.service.server import check_address
@@ -86,10 +87,11 @@ def main() -> None:
         if status == 0:
             group.leave()
     except JdisaggError as error:
-        print(f"error: {error.message}", file=sys.stderr, flush=True)
+        say(f"error: {error.message}", error=True)
         status = EXIT_BROKEN if isinstance(error, UnavailableError) else EXIT_CONFIG
     for stream in (sys.stdout, sys.stderr):
-        stream.flush()
+        with contextlib.suppress(OSError):
+            stream.flush()
     # JAX's shutdown would wait for programs and transfers that are no longer needed.
     os._exit(status)
 

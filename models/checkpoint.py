@@ -9,7 +9,7 @@ differs from the embedding, the head is used, as in transformers."""
 import logging
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -43,7 +43,7 @@ from models.parameter_tree import ParameterShape, parameter_shapes, path_name, w
 from models.quantization_config import stored_quantization
 from models.quantized_files import QuantizedFiles
 from models.quantized_sources import planned_reads, quantized_sources
-from models.safetensors_files import CheckpointTensors, SafetensorsFiles
+from models.safetensors_files import CheckpointTensors, SafetensorsFiles, renamed, text_names
 
 # Tensors that no parameter uses: buffers that some checkpoints store, scales of the inputs of
 # attention, and decays in the model's type. Scales of KV are read separately (`kv_scales.py`).
@@ -140,11 +140,13 @@ def load_model(
     hf = HfConfig.from_directory(directory)
     config = read_config(hf)
     files, orbax = tensors, orbax_checkpoint.is_orbax(directory)
-    if files is None and orbax:
+    served = bool(getattr(files, "parameters", False))
+    if files is not None and not served:
+        files = _Renamed(files, _stored_names(files.shapes(), hf))
+    elif files is None and orbax:
         _check_orbax(directory, layout, weights)
     elif files is None:
         files = open_files(directory, hf)
-    served = bool(getattr(files, "parameters", False))
     seen = vision_files(directory, config) if images and not orbax and not served else None
     if not seen and not (served and images and _offers_vision(files)):
         config = replace(config, vision=None)
@@ -270,16 +272,50 @@ def _with_kv_scales(
 def open_files(directory: Path, hf: HfConfig) -> CheckpointTensors:
     """The text part of a multimodal model appears under the tensor names of a text model. Quantized
     matrices appear as float matrices under their unquantized names."""
-    files = SafetensorsFiles.from_directory(directory).text_part()
-    family = str(hf.fields.get("model_type"))
-    files = files.renamed(RENAMED.get(family, ()))
-    if family.startswith(("qwen3_next", "qwen3_5")):
-        layer = f"model.layers.{hf.count('num_hidden_layers')}."
-        files = files.renamed([(f"mtp.{name}", layer + usual) for name, usual in MTP_NAMES.items()])
-    if _EMBEDDING not in files.shapes():  # saved without the head, as embedding models are
-        files = files.renamed([(part, f"model.{part}") for part in _OF_BODY])
+    files = SafetensorsFiles.from_directory(directory)
+    files = files.named(_stored_names(files.shapes(), hf))
     stated = stored_quantization(hf)
     return files if stated is None else QuantizedFiles(files, stated, str(directory))
+
+
+def _stored_names(stored: Iterable[str], hf: HfConfig) -> dict[str, str]:
+    """Returns the usual names of the tensors that a checkpoint has under the names `stored`, each
+    with its stored name."""
+    family = str(hf.fields.get("model_type"))
+    beginnings = [*RENAMED.get(family, ())]
+    if family.startswith(("qwen3_next", "qwen3_5")):
+        layer = f"model.layers.{hf.count('num_hidden_layers')}."
+        beginnings += [(f"mtp.{name}", layer + usual) for name, usual in MTP_NAMES.items()]
+    names = {renamed(name, beginnings): old for name, old in text_names(stored).items()}
+    if _EMBEDDING in names:
+        return names
+    body = [(part, f"model.{part}") for part in _OF_BODY]  # saved without the head
+    return {renamed(name, body): old for name, old in names.items()}
+
+
+class _Renamed:
+    """Offered tensors under other names. `stored` has their offered names by these."""
+
+    def __init__(self, files: CheckpointTensors, stored: Mapping[str, str]) -> None:
+        self._files, self._stored = files, stored
+        self.total_bytes = files.total_bytes
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        shapes = self._files.shapes()
+        return {name: shapes[old] for name, old in self._stored.items()}
+
+    def kinds(self, *, but: tuple[str, ...] = ()) -> set[str]:
+        return self._files.kinds(but=but)
+
+    def unreadable(self) -> list[str]:
+        return self._files.unreadable()
+
+    def read(self, name: str, index: tuple[slice, ...]) -> np.ndarray:
+        return self._files.read(self._stored[name], index)
+
+    def expect(self, reads: Sequence[tuple[str, Box]]) -> None:
+        if isinstance(self._files, ReadsAhead):
+            self._files.expect([(self._stored[name], box) for name, box in reads])
 
 
 def _is_tied(

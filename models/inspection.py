@@ -25,7 +25,7 @@ from models.gemma4_assistant_checkpoint import ASSISTANTS
 from models.hf_config import HfConfig
 from models.parameter_tree import parameter_shapes
 from models.quantized_files import QuantizedFiles
-from models.safetensors_files import CheckpointTensors
+from models.safetensors_files import CheckpointTensors, SafetensorsFiles
 from models.tokenizer import Tokenizer
 
 _LISTED = 5
@@ -67,6 +67,12 @@ def inspect(path: Path, draft: str = "") -> Inspection:
         found.missing = [f"the family {found.family!r}{of_drafter}", *hf.unread(known_only=True)]
     if not bare:
         _look_at_files(found, path, hf, draft)
+    if draft and found.config is not None and not found.drafter:  # without safetensors files
+        try:
+            found.config = with_drafter(draft, found.config, SafetensorsFiles({}))[0]
+            found.drafter = _drafter(found.config)
+        except CheckpointError as error:
+            found.missing += [error.message] if error.message not in found.missing else []
     return found
 
 

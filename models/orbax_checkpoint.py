@@ -23,15 +23,13 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jdisagg.errors import CheckpointError, JdisaggError
 from jdisagg.layout.axes import Layout
-from jdisagg.layout.kv_spec import KV_SCALES_FILE
 from jdisagg.ops.parameters import param_logical_axes, weight_formats, weight_shardings
 from jdisagg.settings.folders import made_folder
 from models.decoder import Decoder
 from models.parameter_tree import ParameterShape, parameter_shapes, with_arrays
 
 _FOLDER = "orbax"
-_COMPANIONS = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",  # noqa: E501
-               "chat_template.jinja", KV_SCALES_FILE)  # fmt: skip
+_COMPANIONS = ("*.json", "*.jinja", "additional_chat_templates/*.jinja", "*_Pooling/config.json")
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,23 +57,25 @@ def save(model: Decoder, mesh: Mesh, layout: Layout, source: Path, destination: 
     try:
         with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
             checkpointer.save((destination / _FOLDER).absolute(), args=ocp.args.PyTreeSave(tree))
-        for name in _COMPANIONS:
-            if (source / name).is_file() and source.resolve() != destination.resolve():
-                shutil.copyfile(source / name, destination / name)
-        if not model.config.tied:
-            _say_untied(destination / "config.json")
+        if source.resolve() != destination.resolve():
+            for path in (path for pattern in _COMPANIONS for path in source.glob(pattern)):
+                if not path.name.endswith(".index.json"):  # of the safetensors files
+                    copied = destination / path.relative_to(source)
+                    copied.parent.mkdir(exist_ok=True)
+                    shutil.copyfile(path, copied)
+        _say_tied(destination / "config.json", model.config.tied)
     except OSError as error:
         raise CheckpointError(
             f"{destination} cannot be written: {error}; remove its contents and convert again"
         ) from error
 
 
-def _say_untied(path: Path) -> None:
-    """Sets `tie_word_embeddings` to false in the copied config.json, because the head differs from
-    the embedding."""
+def _say_tied(path: Path, tied: bool) -> None:
+    """States in the copied config.json whether the head is the embedding, because the checkpoint's
+    tensors decide that."""
     fields = json.loads(path.read_text(encoding="utf-8"))
-    if fields.get("tie_word_embeddings"):
-        path.write_text(json.dumps(fields | {"tie_word_embeddings": False}, indent=2) + "\n")
+    if fields.get("tie_word_embeddings") is not tied:
+        path.write_text(json.dumps(fields | {"tie_word_embeddings": tied}, indent=2) + "\n")
 
 
 def check_destination(destination: Path) -> None:

@@ -8,7 +8,7 @@ import json
 import logging
 import re
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -119,18 +119,6 @@ class SafetensorsFiles:
     def of_file(cls, path: Path) -> "SafetensorsFiles":
         return cls(_read_header(path))
 
-    def text_part(self) -> "SafetensorsFiles":
-        """Returns the tensors of the text part of a multimodal model, renamed as in a text-only
-        model. A text part that was saved as a text-only model may have kept its names, so the
-        names decide, not the config. A text-only model's tensors are returned unchanged."""
-        return SafetensorsFiles(
-            {
-                _text_name(name): tensor
-                for name, tensor in self._tensors.items()
-                if not _EYES.match(name)
-            }
-        )
-
     def vision_part(self) -> "SafetensorsFiles":
         return SafetensorsFiles(
             {
@@ -140,10 +128,13 @@ class SafetensorsFiles:
             }
         )
 
+    def named(self, stored: Mapping[str, str]) -> "SafetensorsFiles":
+        """Returns a view of some tensors under other names. `stored` has their names by these."""
+        return SafetensorsFiles({name: self._tensors[old] for name, old in stored.items()})
+
     def renamed(self, beginnings: Sequence[tuple[str, str]]) -> "SafetensorsFiles":
         """Returns a view of the tensors under the names that `renamed` gives them."""
-        named = self._tensors.items()
-        return SafetensorsFiles({renamed(name, beginnings): each for name, each in named})
+        return self.named({renamed(name, beginnings): name for name in self._tensors})
 
     def without(self, endings: tuple[str, ...]) -> "SafetensorsFiles":
         """Returns a view without the tensors whose names end with one of `endings`."""
@@ -201,6 +192,13 @@ def renamed(name: str, beginnings: Sequence[tuple[str, str]]) -> str:
         elif name.startswith(old):
             name = new + name.removeprefix(old)
     return name
+
+
+def text_names(stored: Iterable[str]) -> dict[str, str]:
+    """Returns the names of the tensors of a multimodal model's text part in a text-only model, each
+    with its stored name. A text part that was saved as a text-only model may have kept its names,
+    so the names decide, not the config. Names of a text-only model stay as they are."""
+    return {_text_name(name): name for name in stored if not _EYES.match(name)}
 
 
 def _text_name(name: str) -> str:

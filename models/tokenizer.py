@@ -1,14 +1,17 @@
 """Tokenizer of a checkpoint: text to token ids and back, special tokens, end tokens, chat templates
 and sampling defaults.
 
-Wraps the `tokenizers` package. Truncation and padding of a tokenizer.json are disabled, because the
-server limits lengths. Long texts take seconds and are encoded by the package's batch calls, which
-release the GIL."""
+Wraps the `tokenizers` package. As in transformers, tokens that only tokenizer_config.json,
+special_tokens_map.json or added_tokens.json name are added to those of tokenizer.json. Truncation
+and padding of a tokenizer.json are disabled, because the server limits lengths. Long texts take
+seconds and are encoded by the package's batch calls, which release the GIL."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import tokenizers
+from tokenizers import AddedToken
 
 from jdisagg.errors import CheckpointError, InvalidRequestError
 from jdisagg.prompt.embedding import EmbeddingForm
@@ -21,6 +24,7 @@ from models.token_bytes import TokenBytes
 
 _FEW_TOKENS = 1024
 NO_WISHES = SamplingDefaults()
+_FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 _SPECIAL_NAMES = (
     "bos_token",
     "eos_token",
@@ -86,6 +90,7 @@ class Tokenizer:
             ) from error
         settings = read_object(directory / "tokenizer_config.json")
         special = _special_tokens(read_object(directory / "special_tokens_map.json") | settings)
+        _add_tokens(backend, directory, settings, special)
         return cls(
             backend,
             eos_ids=_eos_ids(directory, backend, special),
@@ -95,6 +100,11 @@ class Tokenizer:
             images=read_image_processor(directory, backend.id_to_token, backend.token_to_id),
             embedding=EmbeddingForm.from_directory(directory),
         )
+
+    @property
+    def json(self) -> str:
+        """The tokenizer in the format of tokenizer.json, with the tokens that were added."""
+        return self._backend.to_str()
 
     @property
     def has_chat_template(self) -> bool:
@@ -175,6 +185,46 @@ def _special_tokens(fields: Mapping[str, object]) -> dict[str, str | list[str]]:
         texts = [text for each in more if isinstance(text := content(each), str)]
         found["additional_special_tokens"] = texts
     return found
+
+
+def _add_tokens(
+    backend: tokenizers.Tokenizer,
+    directory: Path,
+    settings: Mapping[str, Any],
+    special: Mapping[str, str | list[str]],
+) -> None:
+    """Without `added_tokens_decoder`, older checkpoints have added_tokens.json, which gives ids
+    alone."""
+    path = directory / "tokenizer_config.json"
+    stated: Any = settings.get("added_tokens_decoder")
+    named = [text for one in special.values() for text in ([one] if isinstance(one, str) else one)]
+    known = {token.content: token for token in backend.get_added_tokens_decoder().values()}
+    if stated is None:
+        path = directory / "added_tokens.json"
+        stated = {
+            token_id: {"content": text, "special": text in named}
+            for text, token_id in read_object(path).items()
+            if text not in known
+        }
+    try:
+        fields = [stated[token_id] for token_id in sorted(stated, key=int)]
+        tokens = [
+            AddedToken(each["content"], **{flag: each[flag] for flag in _FLAGS if flag in each})
+            for each in fields
+        ]
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(
+            f"{path}: added tokens must be objects with content, by id ({error}); fetch it again"
+        ) from error
+    texts = {*known, *(token.content for token in tokens)}
+    tokens += [AddedToken(text, special=True) for text in named if text not in texts]
+    backend.add_tokens(
+        [
+            token
+            for token in tokens
+            if (old := known.get(token.content)) is None or token.special > old.special
+        ]
+    )
 
 
 def _eos_ids(

@@ -36,7 +36,17 @@ def test_only_ipv6_addresses_have_a_shorter_form() -> None:
         assert canonical(other) == other
 
 
-NO_ADDRESSES = ("localhost", "::1:8700", "fd00::1", "[::1]", "http://a:8700", "a:b", ":8700")
+NO_ADDRESSES = (
+    "localhost",
+    "::1:8700",
+    "fd00::1",
+    "[::1]",
+    "http://a:8700",
+    "a:b",
+    ":8700",
+    "a:0",
+    "a:65536",
+)
 
 
 def test_text_that_is_not_host_and_port_is_refused_by_its_flag_or_field() -> None:

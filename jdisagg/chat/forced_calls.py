@@ -27,7 +27,7 @@ def forced_calls(prompt: ChatPrompt) -> Grammar | None:
     for index, tool in enumerate(called):
         where = f"#/items/anyOf/{index}/properties/arguments"
         try:
-            schema = _moved(tool.enforced or tool.parameters or {}, where)
+            schema = _placed({**(tool.enforced or tool.parameters or {})}, where)
         except RecursionError:
             raise InvalidRequestError(
                 f"tools[{index}].function.parameters is nested too deeply; simplify it"
@@ -37,7 +37,7 @@ def forced_calls(prompt: ChatPrompt) -> Grammar | None:
                 "type": "object",
                 "properties": {
                     "name": {"const": tool.name},
-                    "arguments": {"type": "object", **_object(schema)},
+                    "arguments": {"type": "object", **schema},
                 },
                 "required": ["name", "arguments"],
                 "additionalProperties": False,
@@ -63,20 +63,24 @@ class ForcedParser:
         return AnswerDelta(calls=self._calls.finish().calls)
 
 
-def _object(value: object) -> Json:
-    assert isinstance(value, dict)
-    return value
-
-
-def _moved(schema: object, where: str) -> object:
-    """References within the schema (`$ref`) are adapted to the path."""
-    if isinstance(schema, list):
-        return [_moved(one, where) for one in schema]
-    if not isinstance(schema, Mapping):
-        return schema
+def _placed(schema: Json, where: str) -> Json:
+    """Returns the schema of a tool as a part of the grammar's schema, with its references adapted
+    to its path. Its id is left out, because several tools may have the same."""
+    named = {name: schema[name] for name in ("$id", "id") if isinstance(schema.get(name), str)}
+    known = str(next(iter(named.values()), "")).rstrip("#")
     return {
-        key: where + value[1:]
-        if key == "$ref" and isinstance(value, str) and value.startswith("#")
-        else _moved(value, where)
-        for key, value in schema.items()
+        name: _moved(value, where, known) for name, value in schema.items() if name not in named
     }
+
+
+def _moved(schema: object, where: str, known: str) -> object:
+    if isinstance(schema, list):
+        return [_moved(one, where, known) for one in schema]
+    if not isinstance(schema, Mapping) or isinstance(schema.get("$id"), str):
+        return schema  # the references of a part with an id are relative to this part
+    made = {name: _moved(value, where, known) for name, value in schema.items()}
+    if isinstance(reference := schema.get("$ref"), str):
+        path = reference.removeprefix(known)
+        if path in ("", "#") or path.startswith("#/"):  # others name an anchor or a part's id
+            made["$ref"] = where + path[1:]
+    return made

@@ -94,7 +94,8 @@ class Attempt:
 
     def suspend(self) -> None:
         """Tells the decode worker, before it hears that the stream is closed, that blocks are
-        awaited."""
+        awaited. What the worker still reports starts no attempt."""
+        self.open.clear()
         if self.received and not self._run.request.prefill_only:
             call = self._held.port.cancel(self._held.key, awaited=True)
             ending = asyncio.create_task(quietly(call, self._times.close_seconds))
@@ -147,7 +148,7 @@ class Attempt:
         if (prefill := self._placement.decision.prefill) is not None:
             return prefill
         self._deviated("appends_handed_over")
-        return await self._context.placer.another_prefill(self._run.avoid, held.worker)
+        return await self._another_prefill(held)
 
     async def _hand_off(self, held: ReservationHandle, prefill: str) -> None:
         source = self._name_source(prefill, held)
@@ -227,9 +228,7 @@ class Attempt:
         await self._release(self._times.failed_close_seconds)
         self.failed.add(self._source.worker)
         self._sources += 1
-        worker = await self._context.placer.another_prefill(
-            frozenset(self.failed) | self._run.avoid, held.worker
-        )
+        worker = await self._another_prefill(held)
         source = self._name_source(worker, held)
         if worker in self.failed:
             await asyncio.sleep(self._times.source_retry.seconds(self._sources - 1))
@@ -400,6 +399,11 @@ class Attempt:
         self._context.counters.add(cause)
 
     # ---- workers
+
+    async def _another_prefill(self, held: ReservationHandle) -> str:
+        run, failed = self._run, frozenset(self.failed)
+        another = self._context.placer.another_prefill
+        return await another(run.avoid | failed, held.worker, run.unfit)
 
     def _name_source(self, worker: str, held: ReservationHandle) -> HandoffSource:
         self._source = self._new_source(worker, held.reservation.weights)

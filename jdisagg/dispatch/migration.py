@@ -57,7 +57,7 @@ class Migration:
         context, run, spans = self._context, self._run, None
         try:
             worker = await context.placer.another_decode(
-                frozenset({self._origin}) | run.avoid, self._origin
+                frozenset({self._origin}) | run.avoid | run.unfit, self._origin
             )
             held = self._held = await reserve(
                 context, run, worker, children, self._attempt, whole=True

@@ -87,8 +87,8 @@ class PlacerSettings:
 @plain
 class PlacementRequest:
     """An attempt that needs workers. `arrived_at` and `deadline` are the arrival and the deadline
-    of the request. `avoid` has the names of workers that failed the request. `under_way` means that
-    the request was placed or resumed before."""
+    of the request. `avoid` has the names of workers that failed the request, and `unfit` of those
+    that cannot serve it. `under_way` means that the request was placed or resumed before."""
 
     request: Request
     children: tuple[Child, ...]
@@ -96,6 +96,7 @@ class PlacementRequest:
     deadline: float
     avoid: frozenset[str] = frozenset()
     under_way: bool = False
+    unfit: frozenset[str] = frozenset()
 
 
 @plain
@@ -340,12 +341,14 @@ class Placer:
     def weights(self, worker: str) -> str:
         return self.accounts.state.weights(worker)
 
-    async def another_prefill(self, avoid: frozenset[str], decode: str) -> str:
+    async def another_prefill(
+        self, avoid: frozenset[str], decode: str, unfit: frozenset[str]
+    ) -> str:
         """Returns another prefill worker for a sequence on `decode`. Raises NoWorkerError."""
         await self._renew()
         state, now = self.accounts.state, self.now()
         broken = self._pairs.broken(state.life, now)
-        return another_prefill(state, avoid, now, self._rules, decode, broken)
+        return another_prefill(state, avoid, now, self._rules, decode, broken, unfit)
 
     async def another_decode(self, avoid: frozenset[str], origin: str) -> str:
         await self._renew()
@@ -504,6 +507,7 @@ class Placer:
             self.accounts.state.yielding(asked.request.priority),
             sized.blocks.block_tokens or 1,
             NOBODY if asked.request.hints is None else self._sessions.of(asked.request),
+            asked.unfit,
         )
 
     def _charge(

@@ -224,14 +224,14 @@ class RequestPath:
 
     async def _attempt(self, run: RequestRun, attempt: Attempt, wait_seconds: float) -> None:
         error: Exception | None = None
-        placed = False
+        placed, unfit = False, run.unfit
         try:
             if wait_seconds:
                 await self._context.clock.sleep(wait_seconds)
             await run.awake.wait()
             while not (self._open.is_set() or (self._drains and run.placements)):
                 await self._open.wait()
-            began = self._context.clock.now()
+            began, unfit = self._context.clock.now(), run.unfit
             placement = await self._place(run, attempt)
             placed = True
             run.placed(placement, self._context.clock.now() - began)
@@ -252,18 +252,21 @@ class RequestPath:
             if isinstance(error, UnavailableError):
                 run.cause = error
         try:
-            wait_seconds = self._seconds_before_retry(run, error, left, attempt)
+            # other attempts may have been refused by the same workers meanwhile
+            elsewhere = bool(attempt.refused - unfit)
+            wait_seconds = self._seconds_before_retry(run, error, left, attempt, elsewhere)
         except Exception as last:
             run.fail(self._public(run, last))
             return
-        run.avoid |= attempt.failed | attempt.refused
+        run.avoid |= attempt.failed
+        run.unfit |= attempt.refused
         for children in run.groups(left):
             self._start(run, children, wait_seconds)
 
     async def _place(self, run: RequestRun, attempt: Attempt) -> PlacementHandle:
         state = self.placer.accounts.state
         blind = state.without_images() if run.request.images else frozenset[str]()
-        run.avoid |= blind
+        run.unfit |= blind
         run.placing += 1
         try:
             placement = await self.placer.place(
@@ -274,6 +277,7 @@ class RequestPath:
                     run.deadline,
                     run.avoid,
                     run.under_way,
+                    run.unfit,
                 )
             )
         finally:
@@ -295,11 +299,17 @@ class RequestPath:
             self._start(run, (child,))
 
     def _seconds_before_retry(
-        self, run: RequestRun, error: Exception, children: list[int], attempt: Attempt
+        self,
+        run: RequestRun,
+        error: Exception,
+        children: list[int],
+        attempt: Attempt,
+        elsewhere: bool,
     ) -> float:
         """Failures are counted per child, because one crashed worker may end many attempts. If
         workers can return, an attempt that no worker has received is not counted, so that only the
-        deadline limits such attempts."""
+        deadline limits such attempts. `elsewhere`: whether the attempt was refused by a worker
+        that was not known to be unfit when it was placed, so that others may accept it."""
         limits = self._context.limits
         retry = limits.timeouts.request.retry
         if isinstance(error, DeadlineExceededError):
@@ -307,7 +317,6 @@ class RequestPath:
         if isinstance(error, OverloadedError) and (run.resumed or run.placements > 1):
             self.counters.add("waits_for_overloaded_workers")
             return min(error.retry_after_seconds or retry.most_seconds, retry.most_seconds)
-        elsewhere = bool(attempt.refused - run.avoid)
         if not isinstance(error, UnavailableError) and not elsewhere:
             raise error
         if self.placer.waits and not attempt.received and not elsewhere:

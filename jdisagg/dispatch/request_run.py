@@ -132,7 +132,8 @@ class RequestRun:
         self.unreached = 0  # number of attempts in a row that no worker received
         self.first_placement: PlacementHandle | None = None
         self.failures: dict[int, int] = {}  # by child
-        self.avoid: frozenset[str] = frozenset()
+        self.avoid: frozenset[str] = frozenset()  # workers that failed
+        self.unfit: frozenset[str] = frozenset()  # workers that cannot serve the request
         self.cause: UnavailableError | None = None
         self.as_planned = not self.resumed  # whether one attempt has sufficed so far
         # Timings.

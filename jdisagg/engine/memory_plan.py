@@ -81,7 +81,7 @@ class DeviceMemory:
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
     """Memory on one device of an instance: bytes for each purpose, and the number of tokens for
-    which there are KV pages."""
+    which there are KV pages. `room`: number of pages per rank that the memory would hold."""
 
     instance: str
     weights: int
@@ -96,6 +96,7 @@ class MemoryPlan:
     adapters: int = 0
     images: int = 0
     second_copy: int = 0
+    room: int = 0
 
     @property
     def total(self) -> int:
@@ -296,6 +297,7 @@ def _with_pages(
         rings=of_windows(pages),
         tokens_per_rank=pages * size,
         context_tokens=context,
+        room=room,
     )
     return replace(instance, pages_per_rank=pages), plan
 

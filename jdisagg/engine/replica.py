@@ -14,6 +14,7 @@ from typing import Protocol
 import jax
 
 from jdisagg.assembly import WorkerHost
+from jdisagg.clock import to_the_end
 from jdisagg.config import NO_PREFIX, InstanceConfig, Mode, ModelConfig, PrefixConfig, WorkerConfig
 from jdisagg.costs.measured import StepTimes
 from jdisagg.engine.limits import asked_groups, hands_windows_apart, mesh_limits, stage_cut
@@ -91,12 +92,21 @@ class Replica:
         self, role: WorkerRole, pages: Sequence[Sequence[int]] | None = None, measures: bool = True
     ) -> None:
         """Lets the mesh serve in another role, and measures its times if it has not had the role
-        before. As for `measure`, none of its commands may run."""
+        before. As for `measure`, none of its commands may run. If this raises an error, or is
+        cancelled, the role stays."""
+        before = self.host.role
+        try:
+            await self._choose(role)
+            if measures:
+                await self.measure(pages)
+        except BaseException:
+            await to_the_end(self._choose(before))
+            raise
+
+    async def _choose(self, role: WorkerRole) -> None:
         self.host = replace(self.host, role=role)
         await self.executor.on_dispatch_thread(lambda: self.executor.choose_chunks(role.computes))
         self.times = self._of_roles.get(role)
-        if measures:
-            await self.measure(pages)
 
     def scratch_tokens(self, role: WorkerRole) -> int:
         """Returns for how many positions `take_role` needs pages."""

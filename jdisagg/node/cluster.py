@@ -9,7 +9,6 @@ stop at once. If this process dies, its child processes are killed."""
 import asyncio
 import contextlib
 import re
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -21,6 +20,7 @@ from jdisagg.node.cluster_log import ClusterLog, Shown
 from jdisagg.node.cluster_plan import ClusterPlan
 from jdisagg.node.serving import curl, where
 from jdisagg.node.signals import StopSignals
+from jdisagg.observe.logs import say
 from jdisagg.service.server import cluster_credentials, read_tokens
 from jdisagg.supervisor.supervisor import (
     GroupSpec,
@@ -75,9 +75,9 @@ class Cluster:
             await self._stop_all()
             self._log.close()
         if self._failed is not None:
-            print(
+            say(
                 f"error: {self._failed} cannot work as it is configured; its own words are above",
-                file=sys.stderr,
+                error=True,
             )
         return 0 if self._failed is None else 1
 
@@ -121,11 +121,9 @@ class Cluster:
                     statuses = {status.name: status for status in await client.status()}
                 if not served and statuses.keys() >= {group.name for group in self._workers}:
                     served = True
-                    print(
+                    say(
                         f"jdisagg cluster serves on {','.join(map(where, self._plan.services))}:"
-                        f" {', '.join(sorted(statuses))}\n{curl(self._plan.services[0])}",
-                        end="",
-                        flush=True,
+                        f" {', '.join(sorted(statuses))}\n{curl(self._plan.services[0])}".rstrip()
                     )
                 if not served:
                     for group in groups:

@@ -6,11 +6,12 @@ object with a `process` field. A line that is not JSON is put into such an objec
 the text log scrolls above a live table of the processes. Without a terminal, or in JSON format, a
 line with the figures is written periodically in place of the table."""
 
+import contextlib
 import json
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TextIO
 
 from rich import box
@@ -20,6 +21,7 @@ from rich.table import Table
 from rich.text import Text
 
 from jdisagg.messages.worker_status import WorkerStatus
+from jdisagg.observe.logs import say
 from jdisagg.settings.folders import made_folder
 
 _PLAIN_SECONDS = 30.0
@@ -46,7 +48,8 @@ class ClusterLog:
         self._title = title
         self._json = log_format == "json"
         self._directory = made_folder("--cluster_log_dir", directory) if directory else None
-        self._files: dict[str, TextIO] = {}
+        self._files: dict[Path, TextIO] = {}
+        self._lost = False
         self._width = 11  # width of a process name such as prefill-0.1
         self._console = Console(stderr=True)
         self._live = (
@@ -58,23 +61,41 @@ class ClusterLog:
         self._last_figures = ""
 
     def write(self, name: str, line: str) -> None:
+        """Writes a line of a process. If it cannot be written, for example because a disk is full,
+        the line is lost, and the cluster continues."""
         self._width = max(self._width, len(name))
         text = json_line(name, line) if self._json else f"{name:<{self._width}} | {line}"
         if self._live:
-            self._console.print(Text(text), soft_wrap=True)
+            with contextlib.suppress(OSError):
+                self._console.print(Text(text), soft_wrap=True)
         else:
-            print(text, file=sys.stderr, flush=True)
+            say(text, error=True)
         if self._directory:
-            if name not in self._files:
-                self._files[name] = (self._directory / f"{name}.log").open("a", encoding="utf-8")
-            file = self._files[name]
             at = "" if self._json else f"{time.strftime('%Y-%m-%d %H:%M:%S')} "
-            file.write(f"{at}{text if self._json else line}\n")
+            try:
+                self._write_file(
+                    self._directory / f"{name}.log", f"{at}{text if self._json else line}"
+                )
+            except OSError as error:
+                if not self._lost:
+                    self._lost = True
+                    self.write("cluster", f"lines of log files are lost: {name}.log: {error}")
+
+    def _write_file(self, path: Path, line: str) -> None:
+        file = self._files.pop(path, None) or path.open("a", encoding="utf-8")
+        try:
+            file.write(f"{line}\n")
             file.flush()
+        except OSError:
+            with contextlib.suppress(OSError):
+                file.close()  # the next line opens it again
+            raise
+        self._files[path] = file
 
     def show(self, instances: Sequence[Shown]) -> None:
         if self._live:
-            self._live.update(process_table(self._title, instances), refresh=True)
+            with contextlib.suppress(OSError):
+                self._live.update(process_table(self._title, instances), refresh=True)
         elif time.monotonic() - self._shown_at >= _PLAIN_SECONDS:
             figures = "; ".join(_figures(shown) for shown in instances)
             if figures != self._last_figures:

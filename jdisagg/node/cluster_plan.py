@@ -7,7 +7,7 @@ import os
 import random
 import socket
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -165,6 +165,7 @@ class ClusterPlan:
                 config.elastic,
                 config.changes_roles and index == 0,
                 config.canary_seconds,
+                config.observe.log_requests,
             ),
             config.model,
             observe,
@@ -260,15 +261,15 @@ def plan_cluster(config: ClusterConfig, folder: Path) -> ClusterPlan:
         WorkerRole.DECODE: (shape.decode, engine.decode.layout),
         WorkerRole.MIXED: (shape.mixed, engine.decode.layout),
     }
-    ports = _router_ports(service.host, service.port, config.routers)
+    metrics = config.observe.metrics_port
+    taken = set(range(metrics, metrics + 1 + shape.instances))
+    ports = _router_ports(service.host, service.port, config.routers, taken)
     http_ports: list[int] = []
     if service.http_port is not None:
-        http_ports = _router_ports(service.host, service.http_port, config.routers)
-    instances = [
-        instance
-        for role, (count, layout) in layouts.items()
-        for instance in plan_instances(role, count, layout, config.processes, service.host)
-    ]
+        http_ports = _router_ports(service.host, service.http_port, config.routers, taken)
+    instances: list[InstancePlan] = []
+    for role, (count, layout) in layouts.items():
+        instances += plan_instances(role, count, layout, config.processes, service.host, taken)
     gpus: dict[str, tuple[int | str, ...]] = {}
     if config.gpus or config.gpus_per_process:
         names = [name for instance in instances for name in instance.process_names]
@@ -281,8 +282,10 @@ def plan_cluster(config: ClusterConfig, folder: Path) -> ClusterPlan:
     return ClusterPlan(config, tuple(ports), tuple(instances), folder, gpus, tuple(http_ports))
 
 
-def _router_ports(host: str, first: int, count: int) -> list[int]:
-    return [first + index for index in range(count)] if first else free_ports(host, count)
+def _router_ports(host: str, first: int, count: int, taken: set[int]) -> list[int]:
+    ports = [first + index for index in range(count)] if first else free_ports(host, count, taken)
+    taken.update(ports)
+    return ports
 
 
 def devices_of_process(instance: InstancePlan, instances: Sequence[InstancePlan]) -> int:
@@ -308,11 +311,11 @@ def _gpus_of_process(
 
 
 def plan_instances(
-    role: WorkerRole, count: int, layout: Layout, processes: int, host: str
+    role: WorkerRole, count: int, layout: Layout, processes: int, host: str, taken: set[int]
 ) -> tuple[InstancePlan, ...]:
     """Plans `count` instances of a role, with names like "prefill-0" and a free port for each
-    process. Raises ConfigError if a number is out of range, or the layout's devices cannot be
-    divided evenly among the processes."""
+    process, which is added to the ports `taken` by others. Raises ConfigError if a number is out of
+    range, or the layout's devices cannot be divided evenly among the processes."""
     if count < 0 or processes < 1:
         raise ConfigError(
             f"--{role.value}_workers={count} must not be negative and"
@@ -326,7 +329,8 @@ def plan_instances(
             f" --processes_per_instance={processes} does not divide: each process needs as many;"
             " change one of the two"
         )
-    ports = free_ports(host, count * processes)
+    ports = free_ports(host, count * processes, taken)
+    taken.update(ports)
     return tuple(
         InstancePlan(
             f"{role.value}-{index}",
@@ -338,8 +342,8 @@ def plan_instances(
     )
 
 
-def free_ports(host: str, count: int) -> list[int]:
-    """Returns `count` different ports on which no program listens.
+def free_ports(host: str, count: int, taken: Collection[int] = ()) -> list[int]:
+    """Returns `count` different ports on which no program listens, and that are not in `taken`.
 
     If another program binds a port later, the process that needs the port fails with an error. To
     make this unlikely, ports are drawn at random below the operating system's range of ephemeral
@@ -350,7 +354,7 @@ def free_ports(host: str, count: int) -> list[int]:
         if len(free) == count:
             return free
         try:
-            if is_free(host, port):
+            if port not in taken and is_free(host, port):
                 free.append(port)
         except OSError as error:
             raise ConfigError(

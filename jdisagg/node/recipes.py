@@ -85,14 +85,14 @@ def load_shape(path: str, mode: Mode | None = None) -> ClusterShape:
 
 def _data(path: str) -> dict[str, object]:
     try:
-        text = Path(path).read_text()
+        text = Path(path).read_text(encoding="utf-8")
+        found = json.loads(text) if path.endswith(".json") else yaml.safe_load(text)
+        repeated = list(_repeated(_composed(text)))
     except OSError as error:
         raise ConfigError(f"config {path!r} cannot be read ({error.strerror}); give a file") from (
             error
         )
-    try:
-        found = json.loads(text) if path.endswith(".json") else yaml.safe_load(text)
-    except (ValueError, yaml.YAMLError) as error:
+    except (ValueError, RecursionError, yaml.YAMLError) as error:
         kind = Path(path).suffix[1:].upper()
         raise ConfigError(f"config {path!r} is not valid {kind}: {error}") from error
     if not isinstance(found, dict) or not all(isinstance(name, str) for name in found):
@@ -100,7 +100,24 @@ def _data(path: str) -> dict[str, object]:
             f"config {path!r} must hold the fields of a configuration, such as"
             " `decode: {layout: dp=2}`; see docs/reference/configuration.md"
         )
+    if repeated:
+        raise ConfigError(f"config {path!r}, line {repeated[0]} is set twice; keep one of them")
     return found
+
+
+def _composed(text: str) -> yaml.Node | None:
+    return yaml.compose(text.replace("\t", " "), yaml.SafeLoader)  # YAML holds JSON, but for tabs
+
+
+def _repeated(node: yaml.Node | None, at: str = "") -> Iterator[str]:
+    """Yields line and path of settings that occur before. Parsers would drop the earlier ones."""
+    known: set[str] = set()
+    for key, inner in node.value if isinstance(node, yaml.MappingNode) else ():
+        path = f"{at}{key.value}"
+        if path in known:
+            yield f"{key.start_mark.line + 1}: {path}"
+        known.add(path)
+        yield from _repeated(inner, f"{path}.")
 
 
 def _settings(fields: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str, object]]:
@@ -157,8 +174,7 @@ def _told(path: str, call: Callable[[], Returned]) -> Returned:
 
 def _line(path: str, error: Exception) -> str:
     if isinstance(error, SettingError) and Path(path).suffix in DATA:
-        text = Path(path).read_text().replace("\t", " ")  # YAML holds JSON, but for tabs
-        line = _place(yaml.compose(text, yaml.SafeLoader), error.path.split("."))[1]
+        line = _place(_composed(Path(path).read_text(encoding="utf-8")), error.path.split("."))[1]
         return f", line {line}" if line else ""
     if (
         isinstance(error, SyntaxError)

@@ -36,6 +36,7 @@ from jdisagg.observe import wrap
 from jdisagg.observe.canary import Canary, CanaryRunner, Pair, Readiness
 from jdisagg.observe.canary_probe import PortProbe, pairs_of
 from jdisagg.observe.decision_log import DecisionLog
+from jdisagg.observe.logs import say
 from jdisagg.observe.observer import Observer
 from jdisagg.router.decision import NoRouterEvents, RouterEvents, RouterEventsList
 from jdisagg.router.elastic import Controller, ElasticConfig
@@ -170,7 +171,7 @@ class Router:
         watching = asyncio.create_task(self._watch(membership, server, frontend))
         renewing = asyncio.create_task(self._renew(weights))
         elastic.start()
-        print(f"jdisagg router listens on {where(server.listens)}", flush=True)
+        say(f"jdisagg router listens on {where(server.listens)}")
         try:
             await signals.first()
             await server.drain()
@@ -212,7 +213,6 @@ class Router:
             random_id,
             self._config.limits.timeouts.membership,
         )
-        say, held = (lambda text: print(text, flush=True)), (lambda: path.placer.waiting)
         pools = ElasticPools(
             controller,
             switcher,
@@ -220,7 +220,7 @@ class Router:
             self._clock,
             self._config.changes_roles,
             say,
-            held,
+            lambda: path.placer.waiting,
         )
         if self._observer:
             self._observer.metrics.watch_counters("roles", switcher.counters)
@@ -243,7 +243,7 @@ class Router:
 
         def changed(readiness: Readiness) -> None:
             self._changed.set()
-            print(f"canary: {readiness.reason}", flush=True)
+            say(f"canary: {readiness.reason}")
 
         probe = PortProbe(
             membership.prefill,
@@ -269,10 +269,9 @@ class Router:
             if absent_seconds > times.absent_seconds:
                 membership.excuse(absent_seconds)
             for card in membership.sweep():
-                print(
+                say(
                     f"worker {card.name} at {card.address} is silent: ignored until it registers"
-                    " again",
-                    flush=True,
+                    " again"
                 )
             if self._changed.is_set():
                 self._changed.clear()
@@ -287,12 +286,12 @@ class Router:
                     or "none"
                 )
                 if known != said:
-                    print(f"workers: {known}", flush=True)
+                    say(f"workers: {known}")
                     said = known
             if self._is_ready(membership) is not ready:
                 ready = not ready
                 await server.set_ready(ready)
-                print("ready" if ready else "not ready", flush=True)
+                say("ready" if ready else "not ready")
             due = self._clock.now() + times.sweep_seconds
             try:
                 await asyncio.wait_for(self._changed.wait(), times.sweep_seconds)

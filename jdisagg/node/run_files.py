@@ -65,7 +65,9 @@ ProcessConfig = TypeVar("ProcessConfig", WorkerProcessConfig, RouterProcessConfi
 
 def write_config(path: Path, config: WorkerProcessConfig | RouterProcessConfig) -> None:
     """Writes a configuration file. The file is replaced atomically, because a child process that is
-    restarted may read it at the same time."""
+    restarted may read it at the same time. Its folder is made again if a cleaner of temporary
+    files has removed it."""
+    path.parent.mkdir(0o700, exist_ok=True)
     written = path.with_suffix(".part")
     written.write_bytes(msgspec.json.format(msgspec.json.encode(config)))
     written.replace(path)

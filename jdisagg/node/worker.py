@@ -11,7 +11,6 @@ can begin in the same process on the same devices."""
 
 import asyncio
 import contextlib
-import sys
 from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -56,6 +55,7 @@ from jdisagg.node.signals import StopSignals
 from jdisagg.node.warm_up import progress_bar
 from jdisagg.node.weights_offer import serve_offer
 from jdisagg.observe import wrap
+from jdisagg.observe.logs import say
 from jdisagg.observe.observer import Observer
 from jdisagg.scheduler.executor import Executor
 from jdisagg.scheduler.residency import BlockNames
@@ -232,7 +232,7 @@ class WorkerRuntime:
                 self._changes = False
         if self._state.group.leads:
             for text in (plan.summary, describe_cache(self._config.prefix)):
-                print(f"worker {process.name}: {text}", flush=True)
+                say(f"worker {process.name}: {text}")
         return self._config
 
     async def _following(self, instance: Replica, end: KvEnd) -> int:
@@ -339,10 +339,9 @@ class WorkerRuntime:
     def _serves(self, worker: Worker, instance: Replica) -> None:
         process, layout = self._state.process, self._state.config.instance.layout
         self._state.roles.serves(worker.boot_id, instance.loaded.model.geometry)
-        print(
+        say(
             f"jdisagg {process.role.value} worker {process.name} ({layout}) serves on"
-            f" {self._address}",
-            flush=True,
+            f" {self._address}"
         )
 
     def _worker(self, instance: Replica, executor: Executor) -> Worker:
@@ -388,7 +387,7 @@ class WorkerRuntime:
         name, role = process.name, process.role
         both = process.elastic and self._changes
         more = [(instance.executor, step) for step in (instance.steps(role.other) if both else ())]
-        print(f"worker {name} compiles its programs", flush=True)
+        say(f"worker {name} compiles its programs")
         with progress_bar("compiling") as progress:
             await warm_up([instance], progress, more)
         if both:
@@ -396,7 +395,7 @@ class WorkerRuntime:
             await instance.take_role(role)
             self._warm.add(role.other)
         seconds, count = self._state.clock.now() - began, instance.executor.programs.compilations
-        print(f"worker {name} is warm after {seconds:.1f} s ({count} programs)", flush=True)
+        say(f"worker {name} is warm after {seconds:.1f} s ({count} programs)")
 
     def _autotuning(self, instance: Replica) -> Autotuning:
         """The pages of a worker may depend on its free memory, and are not a part of its kind."""
@@ -472,13 +471,13 @@ class WorkerRuntime:
                 reason = error.message if known else f"{type(error).__name__}: {error}"
                 roles.failed(reason)
                 text = f"error: worker {name} could not become {wanted.role.value}: {reason}"
-                print(text, file=sys.stderr, flush=True)
+                say(text, error=True)
             self._serves(worker, instance)
 
     async def _change_role(self, worker: Worker, instance: Replica, wanted: Role) -> None:
         """Compiles what is missing while the worker serves in its old role. Raises an error if the
         role has not changed."""
-        state, role, before = self._state, wanted.role, self._state.process.role
+        state, role = self._state, wanted.role
         warms = state.config.warm_up
         if warms and role not in self._warm:
             more = [(instance.executor, step) for step in instance.steps(role)]
@@ -492,11 +491,7 @@ class WorkerRuntime:
 
         seconds = state.config.service.drain_seconds
         scratch = instance.scratch_tokens(role) if warms else 0
-        try:
-            await worker.change_role(role, seconds, prepare, scratch)
-        except Exception:
-            await instance.take_role(before, measures=False)
-            raise
+        await worker.change_role(role, seconds, prepare, scratch)
         state.roles.warm()
         state.become(wanted)
 
@@ -513,7 +508,7 @@ class WorkerRuntime:
         await asyncio.gather(ending, changing, return_exceptions=True)
         if drains:
             seconds = self._state.config.service.drain_seconds
-            print(f"draining, for at most {seconds:g} s", flush=True)
+            say(f"draining, for at most {seconds:g} s")
             tasks += [
                 asyncio.create_task(worker.drain(seconds)),
                 asyncio.create_task(self._state.forced.wait()),
@@ -521,7 +516,7 @@ class WorkerRuntime:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         status = 0
         if breaking.done():
-            print(f"error: {breaking.result().message}", file=sys.stderr, flush=True)
+            say(f"error: {breaking.result().message}", error=True)
             status = EXIT_BROKEN if isinstance(breaking.result(), UnavailableError) else EXIT_CONFIG
         for task in tasks:
             task.cancel()

@@ -10,7 +10,6 @@ change on the same layout happens within a run."""
 import asyncio
 import gc
 import os
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -30,6 +29,7 @@ from jdisagg.node.role_state import Role, RoleState, fixed_because
 from jdisagg.node.run_files import ProcessPlace, WorkerProcessConfig
 from jdisagg.node.signals import StopSignals
 from jdisagg.node.worker import WorkerProcessState, WorkerRuntime
+from jdisagg.observe.logs import say
 from jdisagg.observe.observer import Observer
 from jdisagg.settings.timeouts import InstanceTimeouts
 from jdisagg.supervisor.supervisor import EXIT_BROKEN
@@ -117,10 +117,9 @@ async def _change(state: WorkerProcessState, wanted: Role) -> int:
             error.message if isinstance(error, JdisaggError) else f"{type(error).__name__}: {error}"
         )
     name = state.process.name
-    print(
+    say(
         f"error: worker {name} could not become {wanted.role.value} ({wanted.layout}): {reason}",
-        file=sys.stderr,
-        flush=True,
+        error=True,
     )
     state.loaded = None
     # `load` reads the initial weights. The router then has the worker load the latest weights.
@@ -131,7 +130,5 @@ async def _change(state: WorkerProcessState, wanted: Role) -> int:
         state.become(before)
         return await WorkerRuntime(state).live(state.source.load)
     except Exception as error:
-        print(
-            f"error: worker {name} could not come back either: {error}", file=sys.stderr, flush=True
-        )
+        say(f"error: worker {name} could not come back either: {error}", error=True)
         return EXIT_BROKEN

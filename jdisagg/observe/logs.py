@@ -7,6 +7,7 @@ In JSON format, a record is exactly one line of valid JSON. Lines that are writt
 stderr (by native code of gRPC, XLA and Gloo, or by a crashing interpreter) are converted to JSON
 too (`foreign_lines.py`)."""
 
+import contextlib
 import logging
 import os
 import subprocess
@@ -115,6 +116,13 @@ def start_logging(log_format: str, process: str) -> None:
     handler = configure_logging(log_format, process)
     if log_format == "json" and isinstance(handler, logging.StreamHandler):
         _wrap_foreign_lines(handler, process)
+
+
+def say(text: str, *, error: bool = False) -> None:
+    """Prints a line to stdout, or with `error` to stderr. If the disk is full or the reader has
+    gone, the line is lost, and the process continues."""
+    with contextlib.suppress(OSError):
+        print(text, file=sys.stderr if error else sys.stdout, flush=True)
 
 
 def _wrap_foreign_lines(handler: logging.StreamHandler, process: str) -> None:

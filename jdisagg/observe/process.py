@@ -12,6 +12,7 @@ import contextlib
 from collections.abc import AsyncIterator
 
 from jdisagg.config import ObserveConfig
+from jdisagg.errors import ConfigError
 from jdisagg.observe.metrics import OTHER_METRICS_PORT
 from jdisagg.observe.observer import Observer
 from jdisagg.observe.tracing import otlp_processor
@@ -19,9 +20,14 @@ from jdisagg.settings.address import listening_socket
 
 
 def check_ports(config: ObserveConfig, count: int = 1) -> None:
-    """Raises ConfigError if the metrics port, or one of the `count` - 1 ports after it, is in use.
-    Does nothing if the metrics port is 0."""
+    """Raises ConfigError if the metrics port, or one of the `count` - 1 ports after it, is in use
+    or does not exist. Does nothing if the metrics port is 0."""
     first = config.metrics_port
+    if first and first + count > 1 << 16:
+        raise ConfigError(
+            f"--metrics_port={first}: the {count} processes use consecutive ports, the last of them"
+            f" {first + count - 1}, and ports end at 65535; choose a lower one"
+        )
     for port in range(first, first + count if first else 0):
         listening_socket(config.metrics_host, port, OTHER_METRICS_PORT).close()
 

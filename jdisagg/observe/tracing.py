@@ -12,6 +12,7 @@ duration, with the attribute `instant`.
 If there is no OpenTelemetry provider, no spans are created, stored or sent. OpenTelemetry's
 environment variables are not read."""
 
+import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
@@ -165,16 +166,23 @@ class Tracing:
     def flush(self) -> None:
         """Passes all spans to the exporters, including those whose owner is not registered. Do not
         call this method on the event loop, because an exporter may wait for the network."""
-        while self._parked:
-            for name, started, ended, attributes in self._parked.popitem(last=False)[1]:
-                self._emit(name, started, ended, otel.Context(), attributes)
+        self._emit_parked()
         if self._provider:
             self._provider.force_flush()
 
     def close(self) -> None:
-        self.flush()
+        """Passes all spans to the exporters and stops these. Spans that a collector has not taken
+        within `OTLP_SECONDS` are lost, so that a process can end without its collector."""
+        self._emit_parked()
         if self._provider:
-            self._provider.shutdown()
+            closing = threading.Thread(target=self._provider.shutdown, daemon=True)
+            closing.start()
+            closing.join(OTLP_SECONDS)
+
+    def _emit_parked(self) -> None:
+        while self._parked:
+            for name, started, ended, attributes in self._parked.popitem(last=False)[1]:
+                self._emit(name, started, ended, otel.Context(), attributes)
 
     def _park(self, key: Key, span: tuple[str, float, float, dict[str, Value]]) -> None:
         self._parked.setdefault(key, []).append(span)

@@ -3,7 +3,8 @@ effects.
 
 Workers that are gone are never candidates. Draining workers and workers whose heartbeats are late
 are candidates, with a penalty, only if the request has tokens already. Workers with an open circuit
-breaker have a larger penalty. Workers that failed this request have the largest penalty."""
+breaker have a larger penalty. Workers that failed this request have a still larger one, and workers
+that cannot serve it the largest."""
 
 import enum
 from collections.abc import Callable
@@ -20,7 +21,7 @@ from jdisagg.router.link_costs import Indices
 from jdisagg.settings.timeouts import DEFAULT_TIMEOUTS, Backoff
 
 # Penalties (s), each larger than any prediction.
-DRAINING, BARRED, FAILED = 1e6, 1e7, 1e8
+DRAINING, BARRED, FAILED, UNFIT = 1e6, 1e7, 1e8, 1e9
 # Penalty of a pair (s): larger than any prediction, smaller than the penalties of workers.
 BROKEN = 5e5
 
@@ -84,7 +85,8 @@ def usable(
     state: ClusterState, side: Side, query: PlacementQuery, now: float, policy: PlacementPolicy
 ) -> Candidates:
     rows, table = side.rows, side.table or state.table.take(side.span)
-    all_well = not (side.draining or query.avoid or query.loads) and now >= state.barred_until
+    particular = query.avoid or query.unfit or query.loads
+    all_well = not (side.draining or particular) and now >= state.barred_until
     if all_well and not state.silent_for(now, min(policy.suspect_seconds, policy.gone_seconds)):
         return Candidates(side, rows, table, side.zeros)
     silent = now - table["heard_at"]
@@ -99,14 +101,12 @@ def usable(
     for which, seconds in ((leaving, DRAINING), (table["barred_until"] > now, BARRED)):
         if np.count_nonzero(which):
             against += np.where(which, seconds, 0.0)
-    for name in query.avoid:
-        row = state.row(name)
-        if row is not None:
-            against[rows == row] += FAILED
-    for name, seconds in query.loads.items():
-        row = state.row(name)
-        if row is not None:
-            against[rows == row] += seconds
+    avoided, unfit = dict.fromkeys(query.avoid, FAILED), dict.fromkeys(query.unfit, UNFIT)
+    for penalties in (avoided, unfit, query.loads):
+        for name, seconds in penalties.items():
+            row = state.row(name)
+            if row is not None:
+                against[rows == row] += seconds
     return Candidates(side, rows, table, against)
 
 

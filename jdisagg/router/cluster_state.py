@@ -333,7 +333,7 @@ class ClusterState:
         if status.links and completed.kind.hardware is None:
             for link in status.links:
                 key, terms = (link.sender, status.name), (link.latency_seconds, link.byte_seconds)
-                if self._measured.get(key) != terms:
+                if link.sender in self._rows and self._measured.get(key) != terms:
                     self._measured[key] = terms
                     self._forget_links()
 
@@ -355,6 +355,7 @@ class ClusterState:
         del self._names[row]
         self._rows = {other: index for index, other in enumerate(self._names)}
         self._roster_rows = None
+        self._forget_speeds()
         self._change_form()
 
     def bar(self, row: int, until: float) -> None:
@@ -396,6 +397,15 @@ class ClusterState:
             self._kinds[kind] = len(self.speeds)
             self.speeds.append(speed_of(kind))
         return self._kinds[kind]
+
+    def _forget_speeds(self) -> None:
+        """Each start of a worker may measure other times, so that its speed is its own."""
+        of_workers = self.table["speed"][: len(self._names)]
+        used = np.unique(of_workers)
+        places = {int(old): new for new, old in enumerate(used)}
+        self.speeds = [self.speeds[old] for old in places]
+        self._kinds = {kind: places[old] for kind, old in self._kinds.items() if old in places}
+        of_workers[:] = np.searchsorted(used, of_workers)
 
     def _change_form(self) -> None:
         self._sides, self._heard_since = None, -math.inf

@@ -66,6 +66,8 @@ class PlacementQuery:
             attempt: numbers of sequences, pages, waiting requests and queued prompt tokens.
         block_tokens: Number of tokens of a cached block. 1 without a prefix cache.
         session_workers: Workers of the last turn of the request's session.
+        unfit: Workers that cannot serve the request. One of them is chosen only if there are no
+            others, not even workers to `avoid`, because these may have recovered.
     """
 
     work: Work
@@ -85,6 +87,7 @@ class PlacementQuery:
     yielding: Mapping[str, tuple[int, int, int, int]] = field(default_factory=dict)
     block_tokens: int = 1
     session_workers: frozenset[str] = frozenset()
+    unfit: frozenset[str] = frozenset()
 
     @property
     def most_known(self) -> int:

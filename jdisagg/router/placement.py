@@ -530,11 +530,12 @@ def another_prefill(
     policy: PlacementPolicy,
     decode: str = "",
     broken: frozenset[tuple[str, str]] = frozenset(),
+    unfit: frozenset[str] = frozenset(),
 ) -> str:
     """Returns another prefill worker for a prompt whose prefill worker failed. `decode` is its
-    decode worker. A worker in `avoid`, or one that forms a pair of `broken` with `decode`, is
-    chosen only if no other worker is available."""
-    query = PlacementQuery(NO_WORK, avoid=avoid, broken=broken, resuming=True)
+    decode worker. A worker in `avoid` or `unfit`, or one that forms a pair of `broken` with
+    `decode`, is chosen only if no other worker is available."""
+    query = PlacementQuery(NO_WORK, avoid=avoid, broken=broken, resuming=True, unfit=unfit)
     some = usable(state, state.prefill, query, now, policy)
     some = _like(state, some, decode)
     if not len(some):

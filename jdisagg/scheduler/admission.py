@@ -13,6 +13,7 @@ page stays free for each sequence that may still need some. One whose KV is sent
 own positions alone."""
 
 import bisect
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from collections.abc import Sequence as Sized
 from dataclasses import dataclass, field
@@ -38,8 +39,6 @@ from jdisagg.scheduler.sequences import (
 )
 
 MAX_EXPERTS_BYTES = 16 << 20  # of a request, so that they fit a message
-# stages in which a sequence has pages and may lose them
-_HOLDING = (Stage.RESERVED, Stage.READY, Stage.RUNNING)
 # All destinations together may have this many times as many unfetched tokens as one.
 STALLED_TOTAL = 4
 
@@ -325,28 +324,36 @@ class Admission:
                 rank, key, newness = prompt.rank, prompt.key, (*prompt.order, 0)
                 pages, slots = self._own_pages(rank, key), self._state.room.own(rank, key)
                 yield YieldingSequence(key, prompt.priority, newness, pages, slots=slots), prompt
-        state = self._state
-        for group in state.groups.values():
+        for group in self._state.groups.values():
             # a reserved group's caller begins at once
             if group.request.priority < priority and group.handoff.state is not _RESERVED:
-                for child in group.alive:
-                    if child.stage in _HOLDING and child.yields_to(priority):
-                        pages = self._own_pages(group.rank, child.key)
-                        pages += child.key in state.growing[group.rank]
-                        yield (
-                            YieldingSequence(
-                                child.key,
-                                group.request.priority,
-                                child.age_key,
-                                pages,
-                                computed=child.stage is not Stage.RESERVED,
-                            ),
-                            child,
-                        )
+                yield from self._holders_of(group, priority)
 
-    def _own_pages(self, rank: int, owner: int) -> int:
+    def _holders_of(self, group: SequenceGroup, priority: int) -> Iterator[_Holder]:
+        alive, growing = group.alive, self._state.growing[group.rank]
+        # without all its KV, a group gives way as a whole
+        together = [alive] if group.root_held else [[child] for child in alive]
+        for some in together:
+            if some[0].yields_to(priority):
+                owners = [child.key for child in some]
+                pages = self._own_pages(group.rank, *owners, *[group.key] * group.root_held)
+                yield (
+                    YieldingSequence(
+                        some[0].key,
+                        group.request.priority,
+                        some[0].age_key,
+                        pages + len(growing.intersection(owners)),
+                        computed=not group.root_held,
+                        slots=len(some),
+                    ),
+                    some[0],
+                )
+
+    def _own_pages(self, rank: int, *owners: int) -> int:
+        """Returns how many pages become free when all these owners release theirs."""
         ledger = self._state.ledgers[rank]
-        return sum([ledger.references(page) == 1 for page in ledger.pages(owner)])
+        held = Counter([page for owner in owners for page in ledger.pages(owner)])
+        return sum([ledger.references(page) == count for page, count in held.items()])
 
     # ---- room
 

@@ -32,10 +32,10 @@ def parse_host_port(text: str, subject: str) -> tuple[str, int]:
         ConfigError: The text has another form.
     """
     found = _HOST_PORT.fullmatch(text)
-    if found is None:
+    if found is None or not 0 < int(found[3]) < 1 << 16:
         raise ConfigError(
-            f"{subject}={text} must be host:port, such as localhost:8700 or [fd00::1]:8700, without"
-            " http://"
+            f"{subject}={text} must be host:port, such as localhost:8700 or [fd00::1]:8700, with a"
+            " port of 1 to 65535 and without http://"
         )
     return found[1] or found[2], int(found[3])
 

@@ -196,6 +196,8 @@ class Setting:
         if isinstance(value, dict) and self.kind is not Layout:
             raise SettingError(path, " has no settings of its own; give one value")
         text = _text(value)
+        if value is None and self.kind is str and not self.optional:
+            text = ""  # a name without a value in YAML, or null
         if self.optional and text.lower() == "none":
             return None
         if self.kind is str and value is False:

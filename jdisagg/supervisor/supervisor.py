@@ -19,13 +19,17 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from jdisagg.clock import Clock
+from jdisagg.errors import ConfigError
 from jdisagg.settings.timeouts import DEFAULT_TIMEOUTS, ProcessTimeouts
 from jdisagg.supervisor.child_process import ChildProcess, Command, TakeLine
 
 EXIT_CONFIG = os.EX_CONFIG
 EXIT_BROKEN = 3  # the mesh of a process failed, and the process is restarted
-# Errors of a temporary lack of processes, memory or files.
-_PASSING = (errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE)
+# Errors of a temporary lack of processes, memory, files or disk space.
+_PASSING = (
+    *(errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE),
+    *(errno.ENOSPC, errno.EDQUOT),
+)
 
 
 class GroupState(enum.Enum):
@@ -40,7 +44,7 @@ class GroupState(enum.Enum):
 class GroupSpec:
     """Name of a group, and the function `commands` that returns the commands of its members. It is
     called at each start and restart, so that the commands can contain new values, such as the port
-    of a JAX coordinator."""
+    of a JAX coordinator. It may raise OSError or ConfigError."""
 
     name: str
     commands: Callable[[], Sequence[Command]]
@@ -181,9 +185,10 @@ class SupervisedGroup:
                         self._say(child.name, f"process {child.pid} ended: {end_in_words(status)}")
                 if not self._stopping.is_set():
                     self.kill()  # the other members cannot continue without it
-        except OSError as error:
+        except (OSError, ConfigError) as error:
             self._say(self.name, f"cannot be started: {error}")
-            first = os.EX_OSERR if error.errno in _PASSING else EXIT_CONFIG
+            passing = isinstance(error, OSError) and error.errno in _PASSING
+            first = os.EX_OSERR if passing else EXIT_CONFIG
         finally:
             self.kill()
             if ends:

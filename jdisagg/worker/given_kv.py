@@ -77,9 +77,9 @@ class GivenKv:
         self._tasks.cancel()
 
     async def give(self, call: FetchCall) -> FetchReply:
-        """The reply has the number of blocks, which is 0 if no transfer was started. Raises
-        HandoffError if the hand-off id is in use. Raises InvalidRequestError if the block names are
-        invalid."""
+        """The reply has the number of blocks, which is 0 if no transfer was started. A transfer
+        ends at the call's deadline. Raises HandoffError if the hand-off id is in use. Raises
+        InvalidRequestError if the block names are invalid."""
         known = 0 <= call.first <= len(call.names) - (not self._kept.snapshots)
         if not known or not 0 < len(call.names) <= MOST_NAMES:
             raise InvalidRequestError(
@@ -90,9 +90,13 @@ class GivenKv:
             raise HandoffError(f"hand-off {call.handoff_id} exists already; give each its own id")
         if not self._may(call):
             return FetchReply()
+        until = self._outgoing.now() + call.deadline_seconds
         self._beginning += 1
         try:
-            rank = await self._best_rank(call)
+            async with asyncio.timeout(call.deadline_seconds):
+                rank = await self._best_rank(call)
+        except TimeoutError:
+            return FetchReply()
         finally:
             self._beginning -= 1
         count = self._kept.match(rank, call.names)
@@ -104,7 +108,6 @@ class GivenKv:
         if not self._may(call) or call.handoff_id in self._outgoing:
             return FetchReply()
         owner, pages = self._kept.hold(rank, call.names[:count])
-        until = self._outgoing.now() + call.deadline_seconds
         handoff = OutgoingHandoff(call.handoff_id, 0, owner, until, call.asker)
         self._given[owner] = handoff
         self._outgoing.open(handoff, lambda error: self._ended(owner), awaits=True)

@@ -374,6 +374,7 @@ class Peers:
     def _disconnect(self, key: tuple[str, str]) -> None:
         gone = self._connected.pop(key)
         self.meter.forget(gone.hello.worker)
+        self._shares.pop(key[0], None)
         self._loop.fire(DisconnectPeer(self._loop.next_number(), gone.link.peer))
 
 

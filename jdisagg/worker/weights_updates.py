@@ -12,7 +12,7 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from typing import Protocol
 
-from jdisagg.clock import limit, turn
+from jdisagg.clock import limit, to_the_end, turn
 from jdisagg.errors import DeadlineExceededError, InvalidRequestError
 from jdisagg.messages.step_commands import (
     NO_ROOM,
@@ -240,12 +240,18 @@ class WeightsUpdates:
             self._worker.forget_weights(False, served.identity)
             await self._within(self._rest(), call.deadline_seconds, "end its sequences")
             self._loop.check()
-            number = self._loop.next_number()
-            await self._loop.submit(SleepMesh(number, call.level == 1))
         except BaseException:
             self.asleep = False
             raise
-        self._dropped = call.level == 2
+        await to_the_end(self._put_to_sleep(call.level == 1))
+
+    async def _put_to_sleep(self, keep: bool) -> None:
+        try:
+            await self._loop.submit(SleepMesh(self._loop.next_number(), keep))
+        except BaseException:
+            self.asleep = False
+            raise
+        self._dropped = not keep
         self._counters.add("sleeps")
 
     async def _rest(self) -> None:
@@ -257,10 +263,12 @@ class WeightsUpdates:
             if self.asleep:
                 if self._dropped:
                     await self._read_again(deadline_seconds)
-                number = self._loop.next_number()
-                await self._loop.submit(WakeMesh(number))
-                self.asleep = False
+                await to_the_end(self._rouse())
         return await self._worker.status()
+
+    async def _rouse(self) -> None:
+        await self._loop.submit(WakeMesh(self._loop.next_number()))
+        self.asleep = False
 
     async def _read_again(self, seconds: float) -> None:
         served = self.served

@@ -65,6 +65,55 @@ def test_a_named_call_and_one_without_company_are_made_once() -> None:
     assert read(ForcedParser(), several).parsed() == [("weather", {"days": 7, "metric": True})] * 2
 
 
+def sized(size: str, **more: object) -> dict[str, object]:
+    return {
+        "type": "object",
+        "properties": {"size": {"$ref": "#/definitions/size"}, "in": {"$ref": "#"}},
+        "required": ["size"],
+        "additionalProperties": False,
+        "definitions": {"size": {"enum": [size]}},
+    } | more
+
+
+ANCHORED: dict[str, object] = {
+    "properties": {"size": {"$ref": "#here"}},
+    "$defs": {"size": {"$anchor": "here", "enum": ["a"]}},
+}
+NESTED = sized("a", properties={"size": {"$ref": "/size"}}, definitions={})
+NESTED["$defs"] = {
+    "size": {"$id": "/size", "$ref": "#/$defs/one", "$defs": {"one": {"enum": ["a"]}}}
+}
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        sized("a", **{"$id": "https://x.example/t"}),
+        sized("a", **{"$id": "/t#"}),
+        sized(
+            "a", id="http://x.example/t#", **{"$schema": "http://json-schema.org/draft-04/schema#"}
+        ),
+        sized("a", properties={"size": {"$ref": "/t#/definitions/size"}}, **{"$id": "/t"}),
+        sized("a", **ANCHORED),
+        NESTED,
+    ],
+)
+def test_a_schema_with_ids_and_anchors_is_followed_beside_one_of_the_same_id(
+    schema: dict[str, object],
+) -> None:
+    other = sized("b", **{name: schema[name] for name in ("$id", "id") if name in schema})
+    tools = (ChatTool("f", "", schema), ChatTool("g", "", other))
+    prompt = ChatPrompt((ChatMessage("user", "hi"),), tools=tools, tool_choice=ToolChoice.REQUIRED)
+    for name, size, right in (
+        ("f", "a", True),
+        ("g", "b", True),
+        ("f", "b", None),
+        ("g", "a", None),
+    ):
+        written = f'[{{"name": "{name}", "arguments": {{"size": "{size}"}}}}]'
+        assert ends(grammar_of(prompt), written) is right
+
+
 def test_blanks_do_not_fill_an_answer() -> None:
     grammar = grammar_of(required(tool_name="weather"))
     spaced = '[ { "name" : "weather" , "arguments" : { "days" : 7 , "metric" : true } } ]'

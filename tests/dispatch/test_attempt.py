@@ -83,7 +83,9 @@ class TheOnlyOnes:
     def most_computed(self, decode: str) -> float:
         return math.inf
 
-    async def another_prefill(self, avoid: frozenset[str], decode: str) -> str:
+    async def another_prefill(
+        self, avoid: frozenset[str], decode: str, unfit: frozenset[str]
+    ) -> str:
         return "prefill"
 
     async def another_decode(self, avoid: frozenset[str], origin: str) -> str:
@@ -122,13 +124,13 @@ class Room:
         )
 
     async def attempt(self, *children: int, prefill: str | None = "prefill") -> None:
-        attempt = Attempt(self.context, self.run, children, self._note)
+        attempt = Attempt(self.context, self.run, children, self.note)
         await attempt.run(cast(PlacementHandle, Placed(prefill)))
 
     def accepted(self, child: int) -> list[int]:
         return self.run.children[child].accepted
 
-    def _note(self, child: int) -> None:
+    def note(self, child: int) -> None:
         self.preempted[child] = len(self.accepted(child))
 
 
@@ -142,6 +144,31 @@ async def test_after_a_childs_preemption_its_attempt_gives_out_no_token_of_it(
     await room.attempt(0, 1)
     assert room.preempted == {0: len(room.accepted(0))}
     assert room.accepted(1) == [30, 31, 32]
+
+
+class PreemptedLate(Workers):
+    def __init__(self) -> None:
+        super().__init__(True)
+        self.preempts = asyncio.Event()
+
+    async def generate(self, call: GenerateCall) -> AsyncIterator[Span]:
+        await self.preempts.wait()
+        yield Span(0, 0, (), (), SpanEnd.PREEMPTED)
+
+
+async def test_a_preemption_that_comes_after_a_suspension_starts_no_second_attempt() -> None:
+    """The suspension has started one already. Each of two would end the other at the workers."""
+    workers = PreemptedLate()
+    room = Room(workers)
+    attempt = Attempt(room.context, room.run, (0, 1), room.note)
+    running = asyncio.create_task(attempt.run(cast(PlacementHandle, Placed("prefill"))))
+    await asyncio.sleep(0.01)
+    workers.preempts.set()
+    attempt.suspend()
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    assert room.preempted == {}
 
 
 class FailingSources(Workers):

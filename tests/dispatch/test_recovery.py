@@ -5,13 +5,21 @@ import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import strategies as st
 
 from jdisagg.config import LimitsConfig, RoutingConfig
 from jdisagg.errors import HandoffError, InvalidRequestError, OverloadedError, UnavailableError
-from jdisagg.messages.ports import GenerateCall, PrefillCall, PrefillReply, Span
+from jdisagg.messages.ports import (
+    GenerateCall,
+    PrefillCall,
+    PrefillReply,
+    Reservation,
+    ReserveCall,
+    Span,
+)
 from jdisagg.request import AcceptedChild, Resumption
 from jdisagg.router.candidates import FAILURES
 from jdisagg.router.cluster_state import Description
@@ -257,6 +265,22 @@ async def test_a_request_too_large_for_one_worker_goes_to_another_and_for_all_is
             await fleet.collect(toy_request(30, prompt_tokens=40, max_tokens=30))
 
 
+@pytest.mark.parametrize("kind", ["prefill", "decode"])
+async def test_children_that_go_on_apart_may_all_be_refused_by_a_worker_that_is_too_small(
+    kind: str,
+) -> None:
+    async with Fleet() as fleet:
+        await fleet.kill(f"{kind}0")
+        fleet._limits[kind[0]] = toy_limits(pages_per_rank=8)
+        await fleet.start(f"{kind}0")
+        request = toy_request(1, prompt_tokens=40, max_tokens=30, n=3, temperature=1.0)
+        had = [AcceptedChild(expected_tokens(request, child, 128)[0][:1]) for child in range(3)]
+        rest = Collected(tokens={child: list(one.token_ids) for child, one in enumerate(had)})
+        again = replace(request, resumption=Resumption(1, tuple(had)))
+        fleet.check(request, await fleet.collect(again, into=rest))
+        assert fleet.path.counters["attempts_failed"] > 1, "the small one was asked"
+
+
 async def test_where_no_two_workers_fit_the_client_hears_what_differs() -> None:
     async with Fleet(
         prefills=1, decodes=1, limits=LimitsConfig(max_attempts=2), fingerprint=lambda name: name
@@ -291,6 +315,43 @@ async def test_an_id_may_be_used_again_after_a_request_of_many_attempts() -> Non
             await fleet.collect_all(mixed_requests(10))
         assert (await fleet.decode_worker("decode0").status()).preemptions > 10
         assert fleet.path.counters["attempts_failed"] == 0
+
+
+class Starting:
+    """A worker's port that fails a few calls."""
+
+    def __init__(self, port: Any, failing: int) -> None:
+        self._port, self._failing = port, failing
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._port, name)
+
+    def _call(self) -> None:
+        self._failing -= 1
+        if self._failing >= 0:
+            raise UnavailableError("it starts")
+
+    async def prefill(self, call: PrefillCall) -> PrefillReply:
+        self._call()
+        return await self._port.prefill(call)
+
+    async def reserve(self, call: ReserveCall) -> Reservation:
+        self._call()
+        return await self._port.reserve(call)
+
+
+@pytest.mark.parametrize("kind", ["prefill", "decode"])
+@pytest.mark.parametrize("failing", [1, 3])
+async def test_a_failure_of_the_only_worker_that_is_large_enough_is_no_refusal(
+    kind: str, failing: int
+) -> None:
+    async with Fleet() as fleet:
+        await fleet.kill(f"{kind}0")
+        fleet._limits[kind[0]] = toy_limits(pages_per_rank=8)
+        await fleet.start(f"{kind}0")
+        ports = vars(fleet)[f"_{kind}_ports"]
+        ports[f"{kind}1"] = Starting(ports[f"{kind}1"], failing)
+        await fleet.ask(toy_request(1, prompt_tokens=40, max_tokens=30))
 
 
 class Broken:

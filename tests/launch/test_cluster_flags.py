@@ -2,6 +2,7 @@
 here."""
 
 import socket
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -102,6 +103,19 @@ def test_settings_of_both_sides_reach_every_worker_and_those_of_the_router_it_al
         assert (one.worker.instance.growth_tokens, one.worker.instance.slots_per_rank) == (32, 3)
     router = made.router_config(0).router
     assert (router.limits.max_attempts, router.elastic.patience_seconds) == (3, 2.0)
+
+
+def test_the_smallest_chunk_of_each_side_is_lowered_only_below_a_smaller_largest_one(asked) -> None:
+    sides = (replace(TWO.prefill, min_chunk_tokens=64), replace(TWO.decode, min_chunk_tokens=256))
+    recipe = replace(TWO, prefill=sides[0], decode=sides[1])
+    for size, least in ((1024, (64, 256)), (128, (64, 128)), (32, (32, 32))):
+        engine = asked(f"--chunk_tokens={size}", recipe=recipe).engine
+        assert (engine.prefill.min_chunk_tokens, engine.decode.min_chunk_tokens) == least
+
+
+def test_settings_of_roles_are_refused_where_none_change() -> None:
+    (end,) = ends("serve", ("--set=elastic.patience_seconds=2",))
+    assert end.status == 1 and "elastic is not a setting; " in end.err
 
 
 def test_http_is_served_on_port_8000_unless_a_flag_or_a_setting_changes_it(asked) -> None:

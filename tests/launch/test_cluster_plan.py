@@ -52,6 +52,32 @@ def test_each_process_has_a_name_and_a_port_of_its_own_and_keeps_them(tmp_path: 
     assert {(one.routers, one.devices) for one in made} == {(("127.0.0.1:8700",), 4)}
 
 
+def test_no_two_processes_of_a_large_cluster_have_one_port(tmp_path: Path):
+    many = config(shape=ClusterShape(150, 150), observe=ObserveConfig(metrics_port=20000))
+    plan = plan_cluster(many, tmp_path)
+    ports = [
+        *plan.ports,
+        *range(20000, 20301),
+        *(port for one in plan.instances for port in one.ports),
+    ]
+    assert len(set(ports)) == 1 + 301 + 300
+
+
+def test_routers_log_requests_if_asked(tmp_path: Path):
+    for each in (False, True):
+        plan = plan_cluster(config(observe=ObserveConfig(log_requests=each)), tmp_path)
+        assert plan.router_config(0).router.log_requests is each
+
+
+def test_a_process_restarts_after_a_cleaner_of_temporary_files(tmp_path: Path):
+    folder = tmp_path / "jdisagg-x"
+    plan = plan_cluster(config(), folder)
+    for _ in range(2):
+        (command,) = plan.workers()[0].commands()
+        read_config(command.arguments[-1].removeprefix("--config_file="), WorkerProcessConfig)
+        shutil.rmtree(folder)
+
+
 def test_a_process_is_started_with_one_file_that_says_all_it_is(tmp_path: Path):
     plan = plan_cluster(config(), tmp_path)
     (command,) = plan.workers()[0].commands()
@@ -137,10 +163,10 @@ def test_a_layout_that_its_processes_do_not_divide_is_refused():
         ConfigError,
         match=r"--decode=dp=3\S* has 3 devices, which --processes_per_instance=2 does not",
     ):
-        plan_instances(WorkerRole.DECODE, 1, Layout(dp=3), 2, HOST)
+        plan_instances(WorkerRole.DECODE, 1, Layout(dp=3), 2, HOST, set())
     with pytest.raises(ConfigError, match=r"has 1 devices a pipeline stage, .* does not divide"):
-        plan_instances(WorkerRole.DECODE, 1, Layout(pp=2), 2, HOST)
-    assert plan_instances(WorkerRole.MIXED, 0, Layout(), 2, HOST) == ()
+        plan_instances(WorkerRole.DECODE, 1, Layout(pp=2), 2, HOST, set())
+    assert plan_instances(WorkerRole.MIXED, 0, Layout(), 2, HOST, set()) == ()
 
 
 def test_free_ports_are_different_and_none_that_the_system_lends_to_connections():

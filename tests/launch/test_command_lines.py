@@ -12,7 +12,7 @@ from jdisagg.errors import ConfigError
 from jdisagg.supervisor.supervisor import EXIT_CONFIG
 from launch import plan, simulate
 from launch.__main__ import COMMANDS
-from launch.console import refuse_words
+from launch.console import parsed, refuse_words
 from launch.flags import OBSERVE, define
 from launch.settings import observe_config
 from tests.launch.script_ends import ends, not_refused
@@ -125,6 +125,16 @@ def test_environment_variables_set_flags_that_are_not_given(
     assert "(JDISAGG_TOP_K is set); see" in wrong.err
     assert given.status == 1 and "--target=localhost must be host:port" in given.err
     assert other.status == 1 and "--target=http://a:8700 must be" in other.err
+
+
+def test_variables_that_kubernetes_sets_for_a_service_named_jdisagg_are_no_flags(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name, value in (("PORT", "tcp://10.0.0.1:8700"), ("HTTP_PORT", "8001")):
+        monkeypatch.setenv(f"JDISAGG_{name}", value)
+    given = define("port", "http_port")
+    parsed(given, ["serve"])
+    assert (given.present("port"), given.http_port) == (False, 8001)
 
 
 def test_opentelemetrys_variable_is_the_default_of_otlp_endpoint(

@@ -11,6 +11,8 @@ from jdisagg.node.cluster_log import ClusterLog
 from jdisagg.supervisor.supervisor import EXIT_CONFIG
 from tests.launch.script_ends import not_refused
 
+FULL = Path("/dev/full")  # a file on a full disk
+
 
 @pytest.fixture
 def nowhere(tmp_path: Path) -> str:
@@ -34,6 +36,25 @@ def test_a_folder_for_a_clusters_log_that_cannot_be_made_is_named(nowhere: str) 
         match="--cluster_log_dir: folder '.*/file/folder' cannot be used: Not a directory",
     ):
         ClusterLog(False, nowhere, "title")
+
+
+@pytest.mark.skipif(not FULL.exists(), reason="/dev/full")
+def test_a_clusters_log_goes_on_when_the_disk_of_its_files_is_full_and_again_has_room(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "prefill-0.log"
+    file.symlink_to(FULL)
+    log = ClusterLog(False, str(tmp_path), "title")
+    for line in ("one", "two"):
+        log.write("prefill-0", line)
+    log.write("decode-0", "three")
+    file.unlink()
+    log.write("prefill-0", "four")
+    log.close()
+    lines = [line.partition(" | ")[2] for line in capsys.readouterr().err.splitlines()]
+    assert [*lines[:1], *lines[2:]] == ["one", "two", "three", "four"]
+    assert lines[1].startswith("lines of log files are lost: prefill-0.log: [Errno 28] No space")
+    assert "three" in (tmp_path / "decode-0.log").read_text() and "four" in file.read_text()
 
 
 def test_a_router_that_could_not_write_down_what_it_should_does_not_listen(nowhere: str) -> None:

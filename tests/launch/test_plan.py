@@ -3,6 +3,7 @@ no."""
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from jdisagg.costs.cost_model import CostModel
 from jdisagg.costs.hardware import accelerator
 from jdisagg.engine.limits import worker_config
 from jdisagg.engine.memory_plan import DeviceMemory, fit_worker
+from jdisagg.engine.prefix_defaults import worker_defaults
 from jdisagg.errors import ConfigError, WorkloadError
 from jdisagg.layout.axes import Layout
 from jdisagg.layout.platforms import DEVICE_FRACTION
@@ -134,7 +136,8 @@ def recipe_of(site: Site, candidate: Candidate) -> str:
     run = maker.runners.stepped(candidate, poisson(1.0, 20, Fixed(900, 9)), lambda outcome: False)
     report, bounds = summarise(run.outcomes), Bounds((("TPOT", 5.0),))
     finding = Finding(candidate, bounds, 5.0, 0.1, (), report, "TPOT", 0, 0, 9, 1)
-    return plan_recipe(Row(site, finding), maker, Goal(1.0, 0.05), "DIR", 2048, "plan.py")
+    engine = maker.engine(candidate, "DIR", 2048)
+    return plan_recipe(Row(site, finding), engine, maker.geometry, Goal(1.0, 0.05), "plan.py")
 
 
 def test_a_recipe_for_several_hosts_names_the_commands_of_each_worker() -> None:
@@ -171,7 +174,12 @@ def test_workers_of_a_recipe_have_memory_for_its_pages(candidate: Candidate) -> 
         memory = DeviceMemory(int(DEVICE_FRACTION * cards[role].memory_bytes), "", "gpu")
         with pytest.raises(ConfigError, match="does not fit"):
             fit_worker(worker_config(planned, role), role, shape, memory)
-        fit_worker(worker_config(fitted, role), role, shape, memory)
+        worker = worker_config(fitted, role)
+        fit_worker(worker, role, shape, memory)
+        more = replace(worker.instance, pages_per_rank=1 + (worker.instance.pages_per_rank or 0))
+        with pytest.raises(ConfigError, match="does not fit"):
+            defaults = worker_defaults(replace(worker, instance=more), role, 1, 1)
+            fit_worker(defaults, role, shape, memory)
     before, after = planned.decode.pages_per_rank, fitted.decode.pages_per_rank
     assert before and after and 0.9 * before < after < before
 

@@ -85,8 +85,10 @@ def test_yaml_and_json_hold_the_fields_that_differ(name: str, tmp_path: Path):
         prefix=PrefixConfig(reuse=False, host_gib=None),
     )
     assert load_shape(str(path)) == ClusterShape(3, 2)
+    for empty in ("{}", '{"service": {"served_model_name": null, "token_file": null}}'):
+        path.write_text(empty)
+        assert load_recipe(str(path)) == EngineConfig()
     path.write_text("{}")
-    assert load_recipe(str(path)) == EngineConfig()
     assert load_shape(str(path)) == ClusterShape(1, 1)
 
 
@@ -103,6 +105,9 @@ def test_yaml_and_json_hold_the_fields_that_differ(name: str, tmp_path: Path):
             "line 3: prefill.page_size must be positive, got 0",
         ),
         ('{\n\t"prefix": {\n\t\t"disk_gib": -1}}', "line 3: prefix.disk_gib must not be negative"),
+        ("mode: unified\ndecode:\n  page_size: 8\ndecode: {}", "line 4: decode is set twice; keep"),
+        ('{"decode": {"page_size": 8, "page_size": 4}}', "line 1: decode.page_size is set twice"),
+        ("model: {dtype: }", "model.dtype must be one of float32, bfloat16, got ''"),
         ("\nprefix: {disk_gib: 1}", "line 2: prefix.disk_gib=1.0 needs disk_dir"),
         ("cluster: {router: 1}", "cluster: {'router': 1} must hold numbers for some of prefill, "),
     ],

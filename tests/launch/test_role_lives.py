@@ -10,11 +10,15 @@ import signal
 import sys
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import cast
 
 import pytest
 
+from jdisagg.assembly import WorkerHost
 from jdisagg.clock import MonotonicClock
+from jdisagg.config import WorkerConfig
+from jdisagg.dispatch.ids import random_id
 from jdisagg.engine.replica import Loaded, Replica
 from jdisagg.errors import (
     ConfigError,
@@ -32,7 +36,9 @@ from jdisagg.model_api import Device
 from jdisagg.node.role_state import Role, RoleState, fixed_because
 from jdisagg.service.internal.remote_ports import RemoteWorker
 from jdisagg.supervisor.supervisor import EXIT_BROKEN
+from jdisagg.worker.mesh_worker import WorkerContext
 from tests import time_scale
+from tests.fakes.fake_executor import toy_limits
 from tests.launch.role_lives import DECODE, PREFILL, Running, failing, real, worker
 from tests.worker.calls import prefill_call, reserve_call
 
@@ -95,6 +101,33 @@ async def test_a_role_whose_programs_cannot_be_compiled_is_not_taken(
         assert found == (SwitchState.FAILED, PREFILL, before.boot_id)
         assert report.reason == "MemoryError: no room for it"
         assert await role_of(running, PREFILL) == ("prefill", "dp=1,tp=1,ep=1")
+
+
+class MeasuredForLong:
+    """The executor of a mesh whose programs are measured for longer than the test waits."""
+
+    def __init__(self) -> None:
+        self.limits, self.chosen = toy_limits(), list[bool]()
+
+    def choose_chunks(self, every_prompt: bool) -> None:
+        self.chosen.append(every_prompt)
+
+    async def on_dispatch_thread(self, work: Callable[[], object]) -> None:
+        if work.__name__ == "measure":
+            await asyncio.Event().wait()
+        work()
+
+
+async def test_a_role_change_that_is_cut_short_leaves_the_chunks_of_the_old_role() -> None:
+    mesh, context = MeasuredForLong(), WorkerContext("w", MonotonicClock(), random_id)
+    host = WorkerHost(context, PREFILL, WorkerConfig())
+    instance = Replica(host, cast(MeshExecutor, mesh), cast(Loaded, None))
+    changing = asyncio.create_task(instance.take_role(DECODE))
+    await asyncio.sleep(0.01)
+    changing.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await changing
+    assert mesh.chosen == [False, True] and instance.host.role is PREFILL
 
 
 @pytest.mark.ci

@@ -3,8 +3,11 @@ register with it."""
 
 import asyncio
 import contextlib
+import errno
+import io
 import os
 import signal
+import sys
 from collections.abc import AsyncIterator
 
 import grpc
@@ -84,4 +87,19 @@ async def test_a_router_whose_workers_are_too_busy_for_a_canary_is_ready_by_what
         assert (await client.model()).name == "org/mine", "the workers' checkpoint has another"
         async with asyncio.timeout(20):
             while not (await serving(address) and await healthy(http_port)):
+                await asyncio.sleep(0.05)
+
+
+class FullDisk(io.TextIOBase):
+    def write(self, text: str) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+
+async def test_a_router_whose_output_is_on_a_full_disk_still_watches_its_workers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with served() as workers, routed(workers) as (address, _):
+        monkeypatch.setattr(sys, "stdout", FullDisk())
+        async with asyncio.timeout(20):
+            while not await serving(address):
                 await asyncio.sleep(0.05)

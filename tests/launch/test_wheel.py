@@ -99,11 +99,16 @@ assert not {"jax", "grpc"} & set(sys.modules)
 from jdisagg import LLM
 
 prompts, cache = ["Once upon a time", "The dog"], sys.argv[1]
-with LLM(prefill="tp=2", decode="dp=2", compilation_cache=cache) as llm:
+# a command may take longer when it compiles its program
+own = {"compilation_cache": cache, "set": ["limits.step_seconds=0.01"]}
+with LLM(prefill="tp=2", decode="dp=2", **own) as llm:
     for output in llm.generate(prompts, {"max_tokens": 12, "temperature": 0}):
         print(output.choices[0].token_ids)
     (alone,) = llm.generate(prompts[1], jdisagg.request.SamplingParams(5, temperature=0))
     print(alone.choices[0].token_ids)
+    ids = jdisagg.dispatch.prompts.TokenPrompt((5, 6, 7))
+    given = [llm.generate(one, {"max_tokens": 4, "temperature": 0}) for one in ([[5, 6, 7]], ids)]
+    print(*(one.choices[0].token_ids for (one,) in given))
 for wrong in (lambda: LLM(nonsense=1), lambda: llm.generate(prompts)):
     try:
         wrong()
@@ -146,5 +151,7 @@ def test_the_wheels_library_computes_the_dense_tokens_from_an_empty_folder(
         for prompt in ("Once upon a time", "The dog")
     )
     assert [ast.literal_eval(line) for line in said[0][:3]] == [once, dog, dog[:5]]
-    assert "nonsense" in said[0][3] and said[0][4].startswith("this LLM is closed")
+    ids = list(dense_greedy(LLAMA, [5, 6, 7], 4))
+    assert said[0][3] == f"{ids} {ids}"
+    assert "nonsense" in said[0][4] and said[0][5].startswith("this LLM is closed")
     assert list(ast.literal_eval(said[1][0])) == once

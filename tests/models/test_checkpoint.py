@@ -21,6 +21,7 @@ from safetensors.numpy import load_file, save_file
 
 from jdisagg.errors import CheckpointError, ConfigError, LayoutError
 from jdisagg.layout.axes import Layout
+from jdisagg.transfer.offered_weights import OfferedWeights
 from launch.convert import convert
 from models.checkpoint import LoadedModel, load_config, load_model
 from models.feed_forward import SparseMLP
@@ -189,6 +190,35 @@ def test_the_orbax_form_loads_under_any_layout_and_orientation(name: str, tmp_pa
     (tmp_path / "orbax" / "config.json").write_text(json.dumps(fields | {"vocab_size": 140}))
     with pytest.raises(CheckpointError, match=r"stem.embedding \(140, 32\) is \(131, 32\)"):
         _load(tmp_path / "orbax")
+
+
+def test_the_orbax_form_keeps_templates_and_the_form_of_embeddings(tmp_path: Path) -> None:
+    source, made = tmp_path / "source", tmp_path / "orbax"
+    shutil.copytree(GOLDEN / "llama_biased", source)
+    tensors = load_file(source / "model.safetensors")
+    del tensors["lm_head.weight"]  # an embedding model, saved without its head
+    save_file(tensors, source / "model.safetensors")
+    texts = {
+        "modules.json": '[{"type": "sentence_transformers.models.Pooling", "path": "1_Pooling"}]',
+        "1_Pooling/config.json": '{"pooling_mode_mean_tokens": true}',
+        "config_sentence_transformers.json": '{"prompts": {"query": "q: "}}',
+        "chat_template.json": '{"chat_template": "{{ messages }}"}',
+        "additional_chat_templates/tool_use.jinja": "{{ tools }}",
+    }
+    for name, text in texts.items():
+        (source / name).parent.mkdir(exist_ok=True)
+        (source / name).write_text(text)
+    convert(source, made, "auto", devices=1)
+    assert {name: (made / name).read_text() for name in texts} == texts
+    _assert_same(_load(made), _load(source))
+
+
+@pytest.mark.parametrize(("name",), first_quick([("gemma3",), ("lfm2",), ("nemotron_h",)]))
+def test_offered_arrays_have_the_names_of_the_checkpoints_tensors(name: str) -> None:
+    arrays = load_file(GOLDEN / name / "model.safetensors")
+    with OfferedWeights("offer:1", arrays, 600.0) as offered:
+        found = load_model(GOLDEN / name, Layout(), jax.devices()[:1], tensors=offered)
+    _assert_same(found, _load(GOLDEN / name))
 
 
 def _python(*arguments: str, environment: Mapping[str, str]) -> subprocess.CompletedProcess[str]:

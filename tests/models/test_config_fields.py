@@ -11,7 +11,7 @@ import pytest
 from models.catalog import FAMILIES, read_config
 from models.decoder_config import DecoderConfig
 from models.hf_config import HfConfig
-from models.safetensors_files import SafetensorsFiles, StoredTensor
+from models.safetensors_files import SafetensorsFiles, StoredTensor, text_names
 from tests.models.configs import Fields, not_refused
 
 HERE = Path(__file__).parent
@@ -165,5 +165,5 @@ def test_the_text_part_of_qwen3_omni_is_that_of_its_thinker() -> None:
     tensor = StoredTensor(HERE, "F32", (1,), 0, 4)
     read = ("thinker.model.norm.weight", "thinker.lm_head.weight")
     aside = ("thinker.visual.x", "thinker.audio_tower.x", "talker.model.norm.weight", "code2wav.x")
-    files = SafetensorsFiles(dict.fromkeys((*read, *aside), tensor)).text_part()
+    files = SafetensorsFiles(dict.fromkeys(text_names((*read, *aside)), tensor))
     assert files.shapes().keys() == {"model.norm.weight", "lm_head.weight"}

@@ -114,6 +114,16 @@ def test_a_checkpoint_quantized_in_an_unknown_form_does_not_load(tmp_path: Path)
     assert found.quantization == "exl3 4" and "quant_method must be one of" in found.missing[0]
 
 
+def test_a_drafter_is_checked_with_a_config_alone() -> None:
+    drafter = str(GOLDEN / "assistants/clusters")
+    for at in ("gemma4_clusters/config.json", "gemma4_clusters"):
+        found = inspect(GOLDEN / at, drafter)
+        assert not found.missing and found.drafter.startswith("assistant, ")
+    for at in ("llama_tied/config.json", "llama_tied"):
+        (said,) = inspect(GOLDEN / at, drafter).missing
+        assert "the model must be a Gemma 4" in said
+
+
 def test_a_family_that_is_not_served_is_named_with_what_it_needs(tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     fields = json.loads((GOLDEN / "llama_tied/config.json").read_text())

@@ -86,6 +86,42 @@ def test_ends_are_all_that_generation_config_config_and_the_tokenizer_name(direc
         assert Tokenizer.from_directory(directory).eos_ids == ends
 
 
+_PLAIN = {"lstrip": False, "rstrip": False, "single_word": False, "normalized": False}
+
+
+@pytest.mark.parametrize("named_in", ["tokenizer_config.json", "added_tokens.json", "names alone"])
+def test_tokens_that_files_beside_tokenizer_json_name_are_added_as_by_transformers(
+    directory: Path, named_in: str
+) -> None:
+    before = Tokenizer.from_directory(directory).vocabulary
+    decoder = {
+        "tokenizer_config.json": {
+            "3": {"content": "<|im_end|>", **_PLAIN, "special": False},
+            f"{before + 1}": {"content": "<|eot|>", **_PLAIN, "special": True},
+            f"{before}": {"content": "<tool>", **_PLAIN, "special": False},
+        }
+    }
+    _write(
+        directory / "tokenizer_config.json",
+        eos_token="<|eot|>",
+        additional_special_tokens=["<|eot|>", "<|im_start|>"],
+        **({"added_tokens_decoder": of} if (of := decoder.get(named_in)) else {}),
+    )
+    if named_in == "added_tokens.json":
+        _write(directory / named_in, **{"<|eot|>": before + 1, "<tool>": before, "<s>": 0})
+    tokenizer = Tokenizer.from_directory(directory)
+    tools = named_in != "names alone"
+    end = before + tools
+    assert tokenizer.token_to_id("<|eot|>") == end and tokenizer.eos_ids == (end,)
+    assert tokenizer.encode("<|eot|><|im_end|>", add_special_tokens=False) == [end, 3]
+    assert tokenizer.token_to_id("<tool>") == (before if tools else None)
+    # transformers 5.24 returns this text for the same files
+    assert tokenizer.decode(tokenizer.encode("<tool>a<|eot|><|im_end|>")) == "<tool>a"
+    assert tokenizer.special_ids == {0, 1, 2, 3, end}
+    assert tokenizer.token_bytes(end) == b"<|eot|>"
+    assert tokenizers.Tokenizer.from_str(tokenizer.json).token_to_id("<|eot|>") == end
+
+
 def test_the_ends_of_a_model_with_a_text_part_are_its_text_parts(directory: Path) -> None:
     _write(directory / "config.json", text_config={"eos_token_id": [2]})
     assert Tokenizer.from_directory(directory).eos_ids == (2, 1)

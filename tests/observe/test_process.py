@@ -16,7 +16,7 @@ from jdisagg.observe import wrap
 from jdisagg.observe.canary import Canary, Pair
 from jdisagg.observe.counter_texts import TEXTS
 from jdisagg.observe.observer import Observer
-from jdisagg.observe.process import observing
+from jdisagg.observe.process import check_ports, observing
 from jdisagg.observe.wrap import request_log
 from jdisagg.service.server import GenerationServer
 from jdisagg.telemetry import Counters
@@ -50,6 +50,11 @@ async def test_a_process_that_is_asked_for_nothing_is_not_observed() -> None:
 def test_what_cannot_be_is_refused_at_once(field: dict) -> None:
     with pytest.raises(ConfigError):
         ObserveConfig(**field)
+
+
+def test_metrics_ports_that_do_not_exist_are_refused_with_the_flag() -> None:
+    with pytest.raises(ConfigError, match="--metrics_port=65534: .* the last of them 65536,"):
+        check_ports(ObserveConfig(metrics_port=65534), 3)
 
 
 async def test_readiness_and_the_age_of_canaries_are_exported() -> None:

@@ -1,9 +1,11 @@
 """Spans: a request's phases in order, across processes and clocks."""
 
 import asyncio
+import threading
 
+import pytest
 from opentelemetry.context import Context
-from opentelemetry.sdk.trace import ReadableSpan
+from opentelemetry.sdk.trace import ReadableSpan, SpanProcessor
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 
 from jdisagg.config import Mode
@@ -141,6 +143,23 @@ def test_a_span_waits_for_the_one_who_knows_whose_it_is_and_is_not_lost_without(
     tracing.flush()
     owners = {event["name"]: event["args"].get("request") for event in spans.events()}
     assert owners == {"early": "r", "nobody's": None}
+
+
+def test_a_process_ends_without_its_collector(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("jdisagg.observe.tracing.OTLP_SECONDS", 0.05)
+    ended, answered = threading.Event(), threading.Event()
+
+    class Unanswered(SpanProcessor):
+        def shutdown(self) -> None:
+            answered.wait(20)
+            ended.set()
+
+        def force_flush(self, timeout_millis: int = 30000) -> bool:
+            return answered.wait(20)
+
+    Tracing(tracer_provider("p", [Unanswered()])).close()
+    assert not ended.is_set(), "it still waits, and the process ends"
+    answered.set()
 
 
 def test_the_parts_of_a_request_hang_under_it_and_it_under_its_clients_span() -> None:

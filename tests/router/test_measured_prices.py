@@ -57,6 +57,27 @@ def test_the_first_token_is_predicted_from_reported_times() -> None:
     assert decision.ttft_seconds == pytest.approx(expected.prefill_seconds(1000, 0, 2048))
 
 
+def test_of_workers_that_left_neither_speeds_nor_links_are_kept() -> None:
+    links = (LinkTimes("p", 0.002, 1e-9),)
+    state, expected = measured(links=links), decided(measured(links=links))
+    decode = state.statuses()[1]
+    for number in range(20):  # each start measures other times
+        times = replace_seconds(PREFILL, 0.3 + number)
+        state.describe(f"p{number}", state.description("p"))
+        state.update(with_times(prefill_status(f"p{number}"), times), 0.0)
+        link = LinkTimes(f"p{number}", 0.5, 1e-9)
+        state.update(msgspec.structs.replace(decode, links=(*decode.links, link)), 0.0)
+        state.forget(f"p{number}")
+        state.update(msgspec.structs.replace(decode, links=(*decode.links, link)), 0.0)
+        assert decided(state) == expected
+    assert len(state.speeds) == 2 and len(vars(state)["_measured"]) == 1
+
+
+def replace_seconds(times: StepTimes, seconds: float) -> StepTimes:
+    chunks = tuple((tokens, cached, seconds) for tokens, cached, _ in times.chunks)
+    return msgspec.structs.replace(times, chunks=chunks)
+
+
 def test_the_last_block_of_a_prompt_of_whole_cached_blocks_counts_as_computed() -> None:
     expected = speed_of(replace(UNKNOWN, times=PREFILL))
     assert expected is not None

@@ -3,6 +3,7 @@ several priorities are computed."""
 
 from dataclasses import replace
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -92,6 +93,28 @@ def test_pages_of_the_lowest_priority_and_of_the_newest_go_to_a_higher_one() -> 
     assert Stage.ENDED not in (most.stage, old.stage, more.stage)
     assert [one.yielded for one in bench.state.take_news()][-1]
     assert [one.priority for one in bench.admission.queue] == [0], "who came before still waits"
+
+
+@pytest.mark.parametrize("children", [1, 2])
+def test_pages_of_prompts_whose_kv_arrives_go_to_a_higher_priority(children: int) -> None:
+    bench = Bench(toy_limits(page_size=4, pages_per_rank=7))
+    low = granted(bench.admission, waiting(bench.state, toy_request(1, 16), 1, children))
+    bench.state.advance(low, HandoffEvent.GENERATE, 9.0)
+    assert {child.stage for child in low.children} == {Stage.RESERVED}
+    admitted = asks(bench, 9, 1)
+    assert [group.request.priority for group in admitted.groups] == [1]
+    assert admitted.yielded == children and not low.alive
+
+
+def test_none_whose_kv_arrives_gives_way_where_its_pages_are_not_enough() -> None:
+    bench = Bench(toy_limits(page_size=4, pages_per_rank=9))
+    low = granted(bench.admission, waiting(bench.state, toy_request(1, 4), 1, 2))
+    high = granted(
+        bench.admission, waiting(bench.state, replace(toy_request(2, 12), priority=2), 2)
+    )
+    for group in (low, high):
+        bench.state.advance(group, HandoffEvent.GENERATE, 9.0)
+    assert asks(bench, 9, 1) == Admitted() and len(low.alive) == 2
 
 
 def test_one_that_came_back_yields_again_only_after_a_token() -> None:

@@ -112,6 +112,18 @@ def test_a_call_that_an_ending_server_dropped_is_asked_again_and_one_that_was_gi
         stream.pause_after(Cancelled("Channel closed!"))
 
 
+async def test_a_stream_that_breaks_after_a_long_silence_is_resumed_and_not_for_ever() -> None:
+    stream = ResumableStream(ClientRequest("once", {"max_tokens": 9}), 0.05)
+    await asyncio.sleep(0.1)
+    stream.pause_after(Cancelled("CANCELLED"))
+    stream.take(pb.GenerateResponse(first_index=0, token_ids=[1]))
+    await asyncio.sleep(0.1)
+    stream.pause_after(Cancelled("CANCELLED"))
+    await asyncio.sleep(0.1)
+    with pytest.raises(CancelledError):
+        stream.pause_after(Cancelled("CANCELLED"))
+
+
 async def test_without_a_server_the_stream_ends_with_a_typed_error_in_time() -> None:
     path = held()
     async with door(path) as port:

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from jdisagg.clock import MonotonicClock
+from jdisagg.errors import ConfigError
 from jdisagg.supervisor.child_process import ChildProcess, Command
 from jdisagg.supervisor.supervisor import EXIT_CONFIG, GroupSpec, GroupState, SupervisedGroup
 
@@ -154,6 +155,17 @@ async def test_what_cannot_work_is_told_and_not_tried_again(program: str | None)
     await watched.group.stop(1)
 
 
+async def test_commands_that_cannot_be_made_are_told_and_not_tried_again():
+    def nowhere() -> tuple[str, ...]:
+        raise ConfigError("--host=10.0.0.1 is nowhere to listen")
+
+    watched = Watched("", arguments=nowhere)
+    watched.group.start()
+    await watched.until(lambda: watched.failed == ["group"])
+    await watched.group.stop(1)
+    assert watched.said == [("group", "cannot be started: --host=10.0.0.1 is nowhere to listen")]
+
+
 async def test_a_stop_during_the_pause_starts_nothing_more():
     watched = Watched("print('up')")
     watched.group.start()
@@ -162,13 +174,16 @@ async def test_a_stop_during_the_pause_starts_nothing_more():
     assert watched.group.pids == () and watched.group.state is GroupState.ENDED
 
 
-async def test_a_start_that_fails_for_want_of_memory_or_processes_is_tried_again(monkeypatch):
+@pytest.mark.parametrize("want", [errno.EAGAIN, errno.ENOSPC])
+async def test_a_start_that_fails_for_want_of_processes_or_disk_is_tried_again(
+    want: int, monkeypatch
+):
     start, fails = asyncio.create_subprocess_exec, [0]
 
     async def scarce(*arguments, **options):
         if fails[0]:
             fails[0] -= 1
-            raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
+            raise OSError(want, os.strerror(want))
         return await start(*arguments, **options)
 
     monkeypatch.setattr(asyncio, "create_subprocess_exec", scarce)

@@ -47,6 +47,23 @@ async def test_what_the_holder_has_in_host_memory_alone_it_gives_too() -> None:
         assert holder.counters["host_tokens_restored"] > 0
 
 
+async def test_what_the_holder_cannot_restore_in_time_is_not_given() -> None:
+    room, slow = TierRoom(64 * BLOCK_BYTES, always=True), Costs(pull=1e-5, other=0.1)
+    async with fleet(prefill=limits(pages=20), tiers=room, costs=slow) as both:
+        await at(both, "prefill0")
+        await at(both, "prefill0", other(2))  # takes the pages
+        holder = both.prefill_worker("prefill0")
+        await until(lambda: holder.at_rest())
+        chain = holder._kept.chain(PROMPT, PROMPT.prompt_token_ids)[:4]
+        for handoff_id, seconds, blocks in ((70, 1.0, 0), (71, 60.0, 4)):
+            began = both.clock.now()
+            reply = await holder.fetch(FetchCall(handoff_id, "prefill1", chain, 0, 16, seconds))
+            assert reply.blocks == blocks
+            await until(lambda: not len(holder._given))
+            assert both.clock.now() - began < seconds + 2, "the asker waits no longer"
+        await settled(both)
+
+
 async def test_a_holder_that_dies_midway_costs_no_token_and_what_has_come_stays() -> None:
     pulls = 0
 

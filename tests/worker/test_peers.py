@@ -113,6 +113,29 @@ async def test_workers_of_other_weights_refuse_a_hand_off_and_are_greeted_again_
     assert connections(mesh.log) == ["ConnectPeer p#a"], "the connection stays"
 
 
+async def test_nothing_is_kept_of_a_peer_that_is_disconnected() -> None:
+    mesh = FakeExecutor(toy_limits(), FakeChannel())
+    sender = Sender(hello_of("p", "model", mesh.limits, mesh.card, 10, 77))
+    loop = StepLoop(mesh, lambda _: None, lambda *_: None, lambda _: None)
+    peers = Peers(
+        lambda _: sender,  # type: ignore[arg-type, return-value]
+        hello_of("d", "model", mesh.limits, mesh.card, 1, 5),
+        loop,
+        "none",
+        lambda: 0.0,
+        HandoffTimeouts(),
+        SideCalls(Counters(), HandoffTimeouts()),
+    )
+    source = HandoffSource("p", 1, "host:1", 10)
+    lines = [peers.line_to(source, attempt) for attempt in (1, 2)]
+    await lines[0].greet(peers)
+    lines[0].arrived(100, 1.0)
+    assert lines[0].share is lines[1].share
+    peers.sweep(2 * HandoffTimeouts.peer_idle_seconds)
+    assert connections(mesh.log) == ["ConnectPeer p#a", "DisconnectPeer p#a"]
+    assert not peers.meter.links() and peers.line_to(source, 3).share is not lines[0].share
+
+
 BF16 = replace(
     toy_limits(), kv_spec=KVSpec.attention(layers=2, kv_heads=1, head_dim=1, dtype="bfloat16")
 )

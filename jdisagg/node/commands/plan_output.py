@@ -2,7 +2,7 @@
 plan as a recipe (configuration file). Prints nothing."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from rich import box
 from rich.table import Table
@@ -12,7 +12,6 @@ from jdisagg.costs.model_geometry import CostGeometry
 from jdisagg.node.recipes import ClusterShape, recipe_text
 from jdisagg.simulator.planning.bounds import Goal
 from jdisagg.simulator.planning.candidates import PAGE_TOKENS, Candidate, Site
-from jdisagg.simulator.planning.fleet import FleetMaker
 from jdisagg.simulator.planning.pools import PoolPlan, Row
 from jdisagg.simulator.report import Percentiles
 from jdisagg.simulator.workloads import Arrival
@@ -165,28 +164,20 @@ def context_for(workload: Sequence[Arrival], geometry: CostGeometry) -> int:
 
 
 def plan_recipe(
-    row: Row,
-    maker: FleetMaker,
-    goal: Goal,
-    model_directory: str,
-    context_tokens: int,
-    path: str,
-    fit: Callable[[EngineConfig], EngineConfig] = lambda config: config,
+    row: Row, engine: EngineConfig, geometry: CostGeometry, goal: Goal, path: str
 ) -> str:
-    """`fit` changes the configuration to one that fits into memory."""
     item, candidate, site = row.finding, row.finding.candidate, row.site
-    engine = fit(maker.engine(candidate, model_directory, context_tokens))
     one_pool = candidate.prefill is None
     shape = (
         ClusterShape(mixed=candidate.decode_instances)
         if one_pool
         else ClusterShape(candidate.prefill_instances, candidate.decode_instances)
     )
-    model = "" if model_directory else " --model=DIR"
+    model = "" if engine.model.directory else " --model=DIR"
     used, name = f"{candidate.devices} of {site.text}", row.named(site.decoding is not None)
     rate, share = f"{item.per_accelerator:.3g}", f"{goal.attainment:.0%}"
     limits = f"TTFT {1e3 * goal.ttft_seconds:g} ms and TPOT {1e3 * goal.tpot_seconds:g} ms"
-    text = f"""{maker.geometry.name} on {used}: {candidate.mode.value}, {name}.
+    text = f"""{geometry.name} on {used}: {candidate.mode.value}, {name}.
 
 {_commands(candidate, site, f"--config={path}{model}")}
 

@@ -46,6 +46,7 @@ class ResumableSse:
         self._ids: list[str] = []
         self._rest = b""
         self._begun_at = time.monotonic()
+        self._broken_at: float | None = None  # until the next event
         self.complete = False
 
     @classmethod
@@ -83,6 +84,12 @@ class ResumableSse:
     def again(self) -> None:
         self._number += 1
         self._rest = b""
+        if self._broken_at is None:
+            self._broken_at = time.monotonic()
+
+    def until(self, seconds: float) -> float:
+        """Returns the time `seconds` after the stream broke, or after now if it is not broken."""
+        return seconds + (time.monotonic() if self._broken_at is None else self._broken_at)
 
     def take(self, data: bytes) -> bytes:
         """Returns the complete events in the received `data`, without their ids. An incomplete
@@ -101,13 +108,15 @@ class ResumableSse:
             if code in PASSING:
                 return b""
             self.complete = True
-        self._ids += [line[4:].decode() for line in lines if line.startswith(b"id: ")]
+        if ids := [line[4:].decode() for line in lines if line.startswith(b"id: ")]:
+            self._ids += ids
+            self._broken_at = None
         return shown + b"\n\n"
 
 
 class ResumingTransport(httpx2.AsyncBaseTransport):
     """Sends requests to one of several servers, and resumes broken streams. `resume_seconds`: time
-    after the last event for which a broken stream is retried."""
+    for which a broken stream without a further event is retried."""
 
     def __init__(
         self,
@@ -137,25 +146,31 @@ class ResumingTransport(httpx2.AsyncBaseTransport):
     async def _resumed(
         self, request: httpx2.Request, state: ResumableSse, response: httpx2.Response
     ) -> AsyncIterator[bytes]:
+        pause = 0.0
         while True:
+            before, broke = state.last_id, httpx2.RemoteProtocolError("the stream broke off")
             try:
                 async for data in response.aiter_raw():
                     if events := state.take(data):
                         yield events
-            except httpx2.TransportError:
-                pass  # the stream is resumed
+            except httpx2.TransportError as error:
+                broke = error
             finally:
                 await response.aclose()
             if state.complete:
                 return
             state.again()
+            if time.monotonic() >= state.until(self._resume_seconds):
+                raise broke
+            pause = 0.0 if state.last_id != before else _longer(pause)
+            await asyncio.sleep(pause)
             response = await self._sent(request, state)
             if response.status_code != 200:
                 yield b"data: " + await response.aread() + b"\n\n"
                 return
 
     async def _sent(self, request: httpx2.Request, state: ResumableSse) -> httpx2.Response:
-        until, pause = time.monotonic() + self._resume_seconds, PAUSE_SECONDS
+        until, pause = state.until(self._resume_seconds), PAUSE_SECONDS
         while True:
             final = time.monotonic() >= until
             try:
@@ -169,7 +184,7 @@ class ResumingTransport(httpx2.AsyncBaseTransport):
                     raise
             self._at += 1
             await asyncio.sleep(pause)
-            pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
+            pause = _longer(pause)
 
     async def _send(
         self, request: httpx2.Request, body: bytes, last_id: str = ""
@@ -192,6 +207,10 @@ class ResumingTransport(httpx2.AsyncBaseTransport):
                     raise
                 self._at += 1
         raise AssertionError("servers is not empty")
+
+
+def _longer(pause: float) -> float:
+    return min(max(2 * pause, PAUSE_SECONDS), LONGEST_PAUSE_SECONDS)
 
 
 class _Events(httpx2.AsyncByteStream):

@@ -3,7 +3,7 @@
 The state has the received tokens, the time of the next retry, and the message that a retry sends.
 If the connection breaks during the stream, or the server shuts down, the client sends the request
 again with the id, seed and prompt of the first call, together with the received tokens. The stream
-then continues at the next token. Retries stop `resume_seconds` after the last received message. A
+then continues at the next token. Retries stop `resume_seconds` after the stream broke. A
 duplicated or missing token is an error. This module makes no calls itself."""
 
 import math
@@ -56,7 +56,7 @@ class ResumableStream:
         )
         self._resume_seconds = resume_seconds
         self._started_at = time.monotonic()
-        self._received_at = self._started_at
+        self._broken_at: float | None = None  # until the next message
         self._number = 0
         self._tries = 0
         self._received = False
@@ -115,12 +115,14 @@ class ResumableStream:
         tokens += event.token_ids
         if event.finish_reason is not None:
             self._ends[event.child] = event.finish_reason
-        self._received, self._received_at, self._tries = True, time.monotonic(), 0
+        self._received, self._broken_at, self._tries = True, None, 0
         return event
 
     def pause_after(self, error: grpc.RpcError | UnavailableError) -> float:
         """If no retry is allowed, raises the error as a jdisagg error."""
         typed = typed_error(error) if isinstance(error, grpc.RpcError) else error
+        if self._broken_at is None:
+            self._broken_at = time.monotonic()
         if not self._may_resume(error, typed):
             raise typed from None
         self._check_deadline()
@@ -162,7 +164,8 @@ class ResumableStream:
             ) from None
 
     def _left_seconds(self) -> float:
-        return self._received_at + self._resume_seconds - time.monotonic()
+        now = time.monotonic()
+        return self._resume_seconds + (now if self._broken_at is None else self._broken_at) - now
 
     def _remaining_seconds(self) -> float | None:
         seconds = self._asked.deadline_seconds

@@ -24,6 +24,7 @@ from jdisagg.service.http.chat import chat_prompt
 from jdisagg.service.http.fields import Fields
 from jdisagg.service.http.generation import IGNORED, read_request
 from jdisagg.service.http.grammar import named_as_sent
+from jdisagg.service.http.hints import SentHints
 from jdisagg.service.http.requests import Asked, chat_from, ignored_header
 
 SERVICE_NAME = pb.DESCRIPTOR.services_by_name["GenerationService"].full_name
@@ -64,7 +65,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
     async def _generate(
         self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext, record: RequestRecord
     ) -> None:
-        asked, prompt, fields = await self._read(request)
+        asked, prompt, fields, sent = await self._read(request)
         record.tenant = asked.tenant
         with named_as_sent(fields):
             built = await self._frontend.build_request(
@@ -77,6 +78,8 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
                 life=asked.life,
                 cache_salt=asked.cache_salt,
                 model=asked.model,
+                hints=sent and sent.hints,
+                retained_part=sent.retained_part if sent else 1.0,
                 **asked.options,
             )
         record.built(built)
@@ -95,14 +98,16 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
                 message.request_id, request_id = request_id, ""
                 await context.write(message)
 
-    async def _read(self, request: pb.GenerateRequest) -> tuple[ClientRequest, Prompt, Fields]:
+    async def _read(
+        self, request: pb.GenerateRequest
+    ) -> tuple[ClientRequest, Prompt, Fields, SentHints | None]:
         if request.WhichOneof("prompt") != "chat_json":
             asked = wire_generation.client_request_from_proto(request)
             assert not isinstance(asked.prompt, ChatBody)
-            return asked, asked.prompt, Fields({})
+            return asked, asked.prompt, Fields({}), None
         fields = Fields.of(request.chat_json.encode())
         body = await read_request(fields, chat_from, self._frontend)
-        return _of_body(request, body), body.prompts[0], fields
+        return _of_body(request, body), body.prompts[0], fields, body.hints
 
     async def Tokenize(
         self, request: pb.TokenizeRequest, context: grpc.aio.ServicerContext

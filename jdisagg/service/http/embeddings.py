@@ -56,7 +56,7 @@ class Embeddings:
         inputs = listed_prompts("input", asked.input, MAX_INPUTS)
         prompts = [before + one if isinstance(one, str) else one for one in inputs]
         calls = [self._embed(form, sent, prompt, asked.dimensions) for prompt in prompts]
-        embedded = await all_of(calls, AT_ONCE)
+        embedded = await all_of(exchange, calls, AT_ONCE)
         data = [
             {"object": "embedding", "index": at, "embedding": _shown(one, asked.encoding_format)}
             for at, (one, _) in enumerate(embedded)

@@ -106,7 +106,7 @@ SCHEMA_OBJECT = FieldKind(
     _object_of(dict[str, object], _exact_float),
 )
 _LIST = FieldKind("a list of objects", msgspec.json.Decoder(list[msgspec.Raw]).decode)
-ANYTHING: FieldKind[object] = FieldKind("JSON", _any.decode)
+ANYTHING: FieldKind[object] = FieldKind("JSON whose numbers fit into 64-bit floats", _any.decode)
 # Annotates a field of a form that code reads by name, because its form depends on its content.
 BY_HAND: FieldKind[msgspec.Raw] = FieldKind("JSON", lambda raw: raw)
 _KINDS: dict[object, FieldKind[Any]] = {

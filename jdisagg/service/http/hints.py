@@ -13,13 +13,11 @@
 
 The reply's header lists other fields of `nvext` as ignored."""
 
-import msgspec
-
 from jdisagg.errors import InvalidRequestError
 from jdisagg.plain import plain
 from jdisagg.prompt.hints import MAX_RETENTION_WEIGHT, Hints, Retention
 from jdisagg.service.http.bodies import CacheControl, HintFields
-from jdisagg.service.http.fields import Fields
+from jdisagg.service.http.fields import ANYTHING, Fields
 
 # Seconds after the last use for which a prompt is retained, by what the client sends.
 SECONDS = {"5m": 300.0, "1h": 3600.0, "in_memory": 600.0, "in-memory": 600.0, "24h": 86_400.0}
@@ -30,8 +28,6 @@ _PROMPT = ("tools", "system", "instructions", "messages", "input")
 _MARK = b'"cache_control"'
 _IMAGE_CHARACTERS = 1000  # counted for an image in place of its base64 text
 _MOST_DEPTH = 8  # of nested blocks
-
-_decode = msgspec.json.Decoder().decode
 
 
 @plain
@@ -103,7 +99,7 @@ def _breakpoint(fields: Fields) -> tuple[float, float | None]:
         return 1.0, None
     found = _Breakpoint()
     for name in present:
-        found.walk(name, _decode(fields.raw(name)), 0)
+        found.walk(name, fields.read(name, ANYTHING), 0)
     return found.part, found.seconds
 
 

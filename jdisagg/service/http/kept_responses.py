@@ -50,6 +50,7 @@ class KeptResponses:
 
     async def _create(self, exchange: Exchange) -> None:
         fields = Fields.of(await exchange.body(self._limit_bytes))
+        exchange.fields = fields.names
         if not fields.read("background", YES):
             return await self._generation.responses(exchange, self._store)
         if fields.read("stream", YES):

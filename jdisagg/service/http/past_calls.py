@@ -28,15 +28,19 @@ def past_text(part: Fields, kind: str) -> str:
     given = {name: part.read(name, ANYTHING) for name in part.names}
     asked = [given.pop(name) for name in _ASKED if given.get(name)]
     shown = [one if isinstance(one, str) else msgspec.json.encode(one).decode() for one in asked]
-    shown += _texts("", given)
+    shown += _texts(given)
     return "\n".join((f"{kind}:", *shown)) if shown else ""
 
 
-def _texts(name: str, value: object) -> list[str]:
-    if isinstance(value, str):
-        return [value] if value and name in _TEXTS else []
-    if isinstance(value, dict) and value.get("type") not in _WITHOUT_TEXT:
-        return [text for key, one in value.items() for text in _texts(str(key), one)]
-    if isinstance(value, list):
-        return [text for one in value for text in _texts(name, one)]
-    return []
+def _texts(given: object) -> list[str]:
+    texts: list[str] = []
+    left = [("", given)]  # in reverse order
+    while left:
+        name, value = left.pop()
+        if isinstance(value, str) and value and name in _TEXTS:
+            texts.append(value)
+        elif isinstance(value, dict) and value.get("type") not in _WITHOUT_TEXT:
+            left += [(str(key), one) for key, one in reversed(value.items())]
+        elif isinstance(value, list):
+            left += [(name, one) for one in reversed(value)]
+    return texts

@@ -14,7 +14,7 @@ from jdisagg.service.http.bodies import PromptOnly
 from jdisagg.service.http.errors import HttpRefusal
 from jdisagg.service.http.exchange import Exchange
 from jdisagg.service.http.fields import Fields
-from jdisagg.service.http.generation import IGNORED, check_model
+from jdisagg.service.http.generation import IGNORED, check_model, watched
 from jdisagg.service.http.requests import ignored_header
 
 T = TypeVar("T")
@@ -58,8 +58,11 @@ async def prompt_request(
     return replace(built, prefill_only=True)
 
 
-async def all_of(calls: Iterable[Coroutine[Any, Any, T]], at_once: int) -> list[T]:
-    """Runs calls, `at_once` at a time, and returns their results. Raises the first error."""
+async def all_of(
+    exchange: Exchange, calls: Iterable[Coroutine[Any, Any, T]], at_once: int
+) -> list[T]:
+    """Runs calls, `at_once` at a time, and returns their results. Raises the first error. Cancels
+    the calls if the client disconnects."""
     room = asyncio.Semaphore(at_once)
 
     async def one(call: Coroutine[Any, Any, T]) -> T:
@@ -67,8 +70,9 @@ async def all_of(calls: Iterable[Coroutine[Any, Any, T]], at_once: int) -> list[
             return await call
 
     try:
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(one(call)) for call in calls]
+        with watched(exchange):
+            async with asyncio.TaskGroup() as group:
+                tasks = [group.create_task(one(call)) for call in calls]
     except BaseExceptionGroup as failed:
         raise first_error(failed) from None
     return [task.result() for task in tasks]

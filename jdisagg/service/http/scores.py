@@ -81,7 +81,7 @@ class Reranker:
             raise InvalidRequestError(f"top_n must be at least 1, got {asked.top_n}")
         instruct = asked.instruct or asked.instruction
         pairs = [(asked.query, one) for one in documents]
-        scored = await self._scored(sent, form, pairs, instruct)
+        scored = await self._scored(exchange, sent, form, pairs, instruct)
         order = sorted(range(len(scored)), key=lambda at: -scored[at].score)
         results = [
             {"index": at, "relevance_score": scored[at].score}
@@ -101,7 +101,8 @@ class Reranker:
                 f"text_1 has {len(first)} texts, and text_2 has {len(second)}; send one, or as many"
             )
         pairs = list(zip(first, second, strict=True))
-        scored = await self._scored(sent, form, pairs, asked.instruct or asked.instruction)
+        instruct = asked.instruct or asked.instruction
+        scored = await self._scored(exchange, sent, form, pairs, instruct)
         data = [
             {"index": at, "object": "score", "score": one.score} for at, one in enumerate(scored)
         ]
@@ -140,6 +141,7 @@ class Reranker:
 
     async def _scored(
         self,
+        exchange: Exchange,
         sent: PromptOnly,
         form: RerankForm,
         pairs: Sequence[tuple[str, str]],
@@ -168,7 +170,7 @@ class Reranker:
             prompt = (*before, *ids[:most], *after)  # the document is cut
             return await self._score(sent, prompt, answers)
 
-        return await all_of([one(*pair) for pair in pairs], AT_ONCE)
+        return await all_of(exchange, [one(*pair) for pair in pairs], AT_ONCE)
 
     async def _score(
         self, sent: PromptOnly, prompt: tuple[int, ...], answers: tuple[int, int]

@@ -14,8 +14,8 @@ from jdisagg.prompt.embedding import EmbeddingForm
 from jdisagg.prompt.logprobs import POOLINGS, PromptLogprobs
 from jdisagg.request import FinishReason, Request, StreamEvent, Usage
 from jdisagg.service.server import GenerationServer
-from tests.service.doors import MODEL, FakePath, byte_tokenizer, make_frontend
-from tests.service.http_doors import HttpDoor, http_door, running
+from tests.service.doors import MODEL, FakePath, byte_tokenizer, eventually, make_frontend
+from tests.service.http_doors import HttpDoor, http_door, request, running
 
 FORM = EmbeddingForm("last", True, {"query": "Find: "})
 
@@ -28,6 +28,10 @@ def state_of(ids: Sequence[int]) -> np.ndarray:
 class States(FakePath):
     async def stream(self, request: Request) -> AsyncIterator[StreamEvent]:
         self.requests.append(request)
+        try:
+            await self.gate.wait()
+        finally:
+            self.closed.append(request.request_id)
         state = state_of(request.prompt_token_ids)
         yield StreamEvent(
             0,
@@ -100,6 +104,16 @@ async def test_prompts_are_named() -> None:
         ids = {"input": list(b"a"), "prompt_name": "query"}
         await door.served("/v1/embeddings", ids)
         assert bytes(door.path.requests[-1].prompt_token_ids) == b"a", "token ids are left alone"
+
+
+async def test_a_client_that_goes_away_ends_the_computation_of_its_inputs() -> None:
+    async with embedder() as door:
+        door.path.gate.clear()
+        _, writer = await door.connect()
+        writer.write(request("/v1/embeddings", {"input": ["a", "b", "c"]}))
+        await eventually(lambda: len(door.path.requests) == 3)
+        writer.close()
+        await eventually(lambda: len(door.path.closed) == 3)
 
 
 REFUSED: list[tuple[dict[str, Any], int, str]] = [

@@ -162,6 +162,20 @@ async def test_a_chat_over_grpc_is_the_chat_that_http_reads() -> None:
     assert ignored == "frobnicate"
 
 
+async def test_hints_in_the_body_of_a_chat_reach_the_request() -> None:
+    block = {"type": "text", "text": "a" * 30, "cache_control": {"type": "ephemeral"}}
+    body = {"messages": [{"role": "user", "content": [block, "b" * 30]}], "session_id": "s"}
+    body |= {"nvext": {"agent_hints": {"osl": 40}}, "rid": "r", "seed": 1, "max_tokens": 2}
+    async with http_door() as door, grpc.aio.insecure_channel(door.target) as channel:
+        await door.served(CHATS, body)
+        stub = generation_pb2_grpc.GenerationServiceStub(channel)
+        async for _ in stub.Generate(pb.GenerateRequest(chat_json=json.dumps(body))):
+            pass
+    over_http, over_grpc = [replace(one, life=0) for one in door.path.requests]
+    assert over_grpc == over_http and over_http.hints is not None
+    assert over_http.hints.session == "s" and 0 < over_http.hints.retained_tokens < 70
+
+
 async def test_a_chat_whose_body_asks_for_answers_is_resumed_where_they_stopped() -> None:
     """The number of answers and the seed may stand in the body."""
     body = json.dumps({"messages": [{"role": "user", "content": "a"}], "n": 2, "seed": 3})

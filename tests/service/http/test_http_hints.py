@@ -1,6 +1,7 @@
 """What clients of OpenAI, Anthropic and Dynamo tell about their requests reaches the request as
 hints, and what has no meaning is named."""
 
+import json
 from typing import Any
 
 import pytest
@@ -90,3 +91,8 @@ async def test_wrong_hints_are_refused_with_their_names() -> None:
             (CHATS, HI | {"session_params": {"id": "s"}}, "its key as session_id"),
         ]
         assert not await taken(door, rows)
+        huge = {"messages": [{"role": "user", "content": [block | {"x": 12345}]}]}
+        for path in (CHATS, MESSAGES):
+            raw = json.dumps(HI | huge).replace("12345", "1e999").encode()
+            answer = await door.ask(path, raw=raw)
+            assert answer.status == 400 and "64-bit floats" in answer.error["message"]

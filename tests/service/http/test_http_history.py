@@ -93,6 +93,15 @@ async def test_an_item_of_another_servers_tool_is_history(
     assert text in shown(door)
 
 
+async def test_the_text_of_a_deeply_nested_item_is_found(door: HttpDoor) -> None:
+    for depth in (10, 600):
+        output: Any = "O22"
+        for _ in range(depth):
+            output = [output]
+        await door.served(RESPONSES, {"input": [{"type": "mcp_call", "output": output}]})
+        assert "O22" in shown(door)
+
+
 async def test_every_published_type_of_item_is_known() -> None:
     published = [
         str(one.__annotations__["type"]) for one in typing.get_args(ResponseInputItemParam)

@@ -154,8 +154,9 @@ async def test_a_response_is_made_in_the_background() -> None:
             ({"store": False}, "store"),
             ({"stream": True}, "background and stream"),
         ):
-            with pytest.raises(openai.BadRequestError, match=words):
+            with pytest.raises(openai.BadRequestError, match=words) as refused:
                 await client.responses.create(**asked | wrong)
+            assert refused.value.param in (*wrong, "background")
 
 
 async def test_without_a_store_what_needs_one_is_refused_by_name() -> None:

@@ -217,6 +217,26 @@ def test_the_helper_keeps_whole_events_alone() -> None:
         assert ResumableSse.of(path, body) is None
 
 
+async def test_a_stream_that_breaks_again_and_again_is_given_up() -> None:
+    class Breaks(httpx2.AsyncBaseTransport):
+        calls = 0
+
+        async def handle_async_request(self, request: httpx2.Request) -> httpx2.Response:
+            self.calls += 1
+            data = b'id: 0:0:5:\ndata: {"a":1}\n\n' if self.calls == 1 else b": waiting\n\n"
+            return httpx2.Response(200, stream=httpx2.ByteStream(data))
+
+    breaks = Breaks()
+    http = httpx2.AsyncClient(transport=ResumingTransport(["http://a"], 0.3, breaks))
+    async with http, asyncio.timeout(20):
+        asked = {"prompt": "x", "stream": True}
+        with pytest.raises(httpx2.RemoteProtocolError, match="broke"):
+            async with http.stream("POST", "http://any/v1/completions", json=asked) as reply:
+                async for line in reply.aiter_lines():
+                    assert line in ('data: {"a":1}', ": waiting", "")
+    assert 2 <= breaks.calls < 20
+
+
 async def test_other_requests_go_to_a_server_that_answers(door: HttpDoor) -> None:
     servers = ["http://127.0.0.1:1", f"http://127.0.0.1:{door.port}"]
     http = httpx2.AsyncClient(transport=ResumingTransport(servers))

@@ -12,8 +12,8 @@ from jdisagg.config import ServiceConfig
 from jdisagg.request import FinishReason, Request, StreamEvent, TokenLogprobs, Usage
 from jdisagg.service.server import GenerationServer
 from models.tokenizer import Tokenizer
-from tests.service.doors import EOS, MODEL, FakePath, byte_backend, make_frontend
-from tests.service.http_doors import HttpDoor, http_door, running
+from tests.service.doors import EOS, MODEL, FakePath, byte_backend, eventually, make_frontend
+from tests.service.http_doors import HttpDoor, http_door, request, running
 
 YES, NO = 257, 258
 QUERY = {
@@ -28,6 +28,10 @@ class Judge(FakePath):
 
     async def stream(self, request: Request) -> AsyncIterator[StreamEvent]:
         self.requests.append(request)
+        try:
+            await self.gate.wait()
+        finally:
+            self.closed.append(request.request_id)
         yes, no = -1.0, -len(request.prompt_token_ids) / 100
         top = sorted(((YES, yes), (NO, no)), key=lambda one: -one[1])
         yield StreamEvent(
@@ -108,6 +112,21 @@ async def test_a_long_document_is_cut_and_the_end_of_the_prompt_is_kept() -> Non
         (request,) = door.path.requests
         assert len(request.prompt_token_ids) == MODEL.context_tokens - 1
         assert shown(door, request).endswith("<think>\n\n</think>\n\n")
+
+
+@pytest.mark.parametrize(
+    ("path", "fields"), [("/v1/rerank", QUERY), ("/v1/score", {"text_1": "a", "text_2": ["b"] * 3})]
+)
+async def test_a_client_that_goes_away_ends_the_computation_of_its_scores(
+    path: str, fields: dict[str, Any]
+) -> None:
+    async with judge() as door:
+        door.path.gate.clear()
+        _, writer = await door.connect()
+        writer.write(request(path, fields))
+        await eventually(lambda: len(door.path.requests) == 3)
+        writer.close()
+        await eventually(lambda: len(door.path.closed) == 3)
 
 
 REFUSED: list[tuple[str, dict[str, Any], int, str]] = [
