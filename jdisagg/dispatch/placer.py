@@ -105,6 +105,7 @@ class _Sized:
     work: Work
     known: Known
     blocks: PromptBlocks = PromptBlocks()
+    cost: float = 0.0  # tokens of the tenant's quota that it pays
 
 
 def _nobody_knows() -> Mapping[str, int]:
@@ -165,8 +166,10 @@ class PlacementHandle:
         placer: "Placer",
         entry: _RecentDecision,
         coming: int = 0,
+        paid: tuple[str, float] = ("", 0.0),  # tenant and tokens
     ) -> None:
         self.decision = decision
+        self._paid: tuple[str, float] | None = paid
         self._coming = coming
         self._prefilled = self._credited = False
         self._placed = placed
@@ -211,6 +214,12 @@ class PlacementHandle:
         """Called once, when the request ended."""
         self._entry.tpot_seconds = seconds
         self._placer.events.measured("tpot", self.decision.tpot_seconds, seconds)
+
+    def refused(self) -> None:
+        """Gives the tenant back what it paid for a request that its workers refused."""
+        if self._paid is not None:
+            self._placer.give_back(*self._paid)
+            self._paid = None
 
     def end(self, failed: Iterable[str] = ()) -> None:
         """Ends the attempt and counts a failure of each worker in `failed`. If the prompt was
@@ -313,11 +322,11 @@ class Placer:
             request = replace(request, prompt_token_ids=request.prompt_token_ids + accepted)
         known = _nobody_knows if affinity is None else affinity.known(request)
         blocks = PromptBlocks() if affinity is None else affinity.prompt_blocks(request)
-        sized = _Sized(asked, self._work(asked), known, blocks)
+        work = self._work(asked)
         if asked.under_way:
-            return await self._place_again(sized)
-        work = sized.work
+            return await self._place_again(_Sized(asked, work, known, blocks))
         cost = work.tokens + OUTPUT_COST * work.children * work.expected_tokens
+        sized = _Sized(asked, work, known, blocks, cost)
         self._take_quota(request.tenant, cost, now)
         try:
             due = asked.arrived_at + self._limit(asked)
@@ -330,8 +339,11 @@ class Placer:
             self._counters.add("requests_held")
             return await self._queue.wait(sized, request.tenant, cost, due, request.priority)
         except BaseException:  # a refused, cancelled or failed request is not charged
-            self._quotas.give_back(request.tenant, cost)
+            self.give_back(request.tenant, cost)
             raise
+
+    def give_back(self, tenant: str, cost: float) -> None:
+        self._quotas.give_back(tenant, cost)
 
     def most_computed(self, decode: str) -> float:
         state = self.accounts.state
@@ -540,7 +552,8 @@ class Placer:
         waits = decision.prefill is not None or bool(table.flag("mixed")[row])
         coming = self.coming.placed(sized.blocks, computes) if waits and sized.blocks.names else 0
         entry = self._remember(sized, query, decision, now)
-        return PlacementHandle(decision, placed, self, entry, coming)
+        paid = sized.asked.request.tenant, sized.cost
+        return PlacementHandle(decision, placed, self, entry, coming, paid)
 
     def _remember(
         self, sized: _Sized, query: PlacementQuery, answer: Decision | Refusal, now: float

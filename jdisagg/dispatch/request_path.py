@@ -256,6 +256,9 @@ class RequestPath:
             elsewhere = bool(attempt.refused - unfit)
             wait_seconds = self._seconds_before_retry(run, error, left, attempt, elsewhere)
         except Exception as last:
+            placement = run.first_placement if run.first_token_at is None else None
+            if placement is not None and isinstance(last, OverloadedError):
+                placement.refused()
             run.fail(self._public(run, last))
             return
         run.avoid |= attempt.failed

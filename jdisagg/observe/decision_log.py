@@ -10,6 +10,7 @@ The router continues."""
 
 import logging
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, Self
 
 import msgspec
@@ -27,8 +28,8 @@ class DecisionLog(NoRouterEvents):
     def __init__(self, path: str) -> None:
         self._path = path
         try:
-            self._file = open(path, "ab")  # noqa: SIM115 (closed by `close`)
-        except OSError as error:
+            self._file = Path(path).expanduser().open("ab")
+        except (OSError, RuntimeError) as error:  # RuntimeError: no such home
             raise ConfigError(
                 f"decision log {path!r} cannot be written ({error}); name a file in a folder that"
                 " exists"

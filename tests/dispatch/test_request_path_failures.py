@@ -1,11 +1,12 @@
 """Cancels, deadlines, failures: typed errors, unbroken streams, and nothing left behind."""
 
 import asyncio
+from dataclasses import replace
 
 import pytest
 from hypothesis import strategies as st
 
-from jdisagg.config import LimitsConfig, Mode
+from jdisagg.config import LimitsConfig, Mode, RoutingConfig
 from jdisagg.errors import (
     DeadlineExceededError,
     HandoffError,
@@ -15,8 +16,8 @@ from jdisagg.errors import (
 )
 from jdisagg.messages.ports import Child, PrefillCall
 from jdisagg.messages.step_commands import DecodeSteps, PrefillChunk
-from jdisagg.request import FinishReason
-from tests.fakes.cluster import Cluster, toy_request
+from jdisagg.request import FinishReason, Request
+from tests.fakes.cluster import Cluster, Fleet, toy_request
 from tests.fakes.fake_executor import Costs, Faults, toy_limits
 from tests.fakes.toy_model import expected_tokens
 from tests.fakes.virtual_time import run_virtually
@@ -132,6 +133,28 @@ async def test_a_full_reservation_queue_refuses_fresh_requests() -> None:
         tasks = [asyncio.create_task(cluster.collect(toy_request(number))) for number in range(8)]
         answers = await asyncio.gather(*tasks, return_exceptions=True)
         assert sum(isinstance(answer, OverloadedError) for answer in answers) == 8 - 2 - 2
+
+
+async def test_requests_that_workers_refuse_use_no_quota() -> None:
+    cost = 5 + 2 * 12  # of the prompt, and twice of the answer
+
+    def of_tenant(number: int) -> Request:
+        return replace(toy_request(number), tenant="t")
+
+    burst = RoutingConfig(
+        hold_seconds=1e9, local_gain=0.0, tenant_quotas="t=1", quota_burst_seconds=8.5 * cost
+    )
+    async with Fleet(
+        prefills=1, decodes=1, decode=toy_limits(slots_per_rank=1), queue_limit=2, routing=burst
+    ) as fleet:
+        tasks = [asyncio.create_task(fleet.collect(of_tenant(number))) for number in range(8)]
+        answers = await asyncio.gather(*tasks, return_exceptions=True)
+        refused = sum(isinstance(answer, OverloadedError) for answer in answers)
+        assert refused == 4
+        for number in range(refused):
+            await fleet.collect(of_tenant(8 + number))
+        with pytest.raises(OverloadedError, match="used up"):
+            await fleet.collect(of_tenant(99))
 
 
 @pytest.mark.parametrize("mode", list(Mode))

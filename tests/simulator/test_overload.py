@@ -116,9 +116,12 @@ def test_a_flood_of_one_tenant_takes_nothing_from_the_others() -> None:
     assert kept["flood"] > kept["small1"], "and what they leave is not wasted"
 
 
-def test_a_decision_log_has_what_was_asked_and_the_answer_of_each_placement(tmp_path: Path) -> None:
+def test_a_decision_log_has_what_was_asked_and_the_answer_of_each_placement(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
     path = tmp_path / "decisions.jsonl"
-    with DecisionLog(str(path)) as log:
+    with DecisionLog("~/decisions.jsonl") as log:
         result = simulate(
             fleet(),
             workloads.poisson(100.0, 150, workloads.LogNormal(800, 0.8, 60, 0.6)),

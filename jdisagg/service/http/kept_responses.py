@@ -25,6 +25,8 @@ log = logging.getLogger(__name__)
 
 _encode = msgspec.json.encode
 _decode: Callable[[bytes | msgspec.Raw], Json] = msgspec.json.Decoder(Json).decode
+# Keeps the digits of numbers.
+_as_sent = msgspec.json.Decoder(Json, float_hook=lambda text: msgspec.Raw(text.encode())).decode
 _PARTS = {"user": "input_text", "system": "input_text", "developer": "input_text"}
 
 
@@ -165,7 +167,7 @@ async def _swallow(message: Message) -> None:
 
 
 def _listed(raw: msgspec.Raw, number: int) -> Json:
-    item = _decode(raw)
+    item = _as_sent(raw)
     kind = str(item.setdefault("type", "message"))
     item.setdefault("status", "completed")
     item["id"] = item.get("id") or f"{kind}_{number}"

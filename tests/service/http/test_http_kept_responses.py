@@ -18,7 +18,7 @@ from jdisagg.errors import InvalidRequestError
 from jdisagg.service.http.response_store import KeptResponse, ResponseStore
 from tests.service.chats import CALLS, FLAT, TEMPLATE, Script, prompts, say
 from tests.service.doors import FakePath, eventually
-from tests.service.http_doors import HttpDoor, http_door
+from tests.service.http_doors import HttpDoor, http_door, request
 
 KEEPS = ServiceConfig(kept_responses_mib=1)
 TINY: Any = {"model": "tiny"}
@@ -101,6 +101,14 @@ async def test_input_items_come_in_pages(client: openai.AsyncOpenAI) -> None:
     for wrong in ({"limit": 0}, {"after": "x"}):
         with pytest.raises(openai.BadRequestError, match=next(iter(wrong))):
             await client.responses.input_items.list(made.id, **wrong)
+
+
+async def test_input_items_have_numbers_as_they_were_sent(door: HttpDoor) -> None:
+    item: Any = {"role": "user", "content": "a", "note": -12.5}
+    sent = request("/v1/responses", {**TINY, "input": [item]}, connection="close")
+    made = (await door.send(sent.replace(b"-12.5", b"1e999"))).fields
+    listed = await door.served(f"/v1/responses/{made['id']}/input_items")
+    assert b'"note":1e999' in listed.body.replace(b" ", b"")
 
 
 async def test_a_response_in_the_background_is_finished_and_read_during_a_drain() -> None:
