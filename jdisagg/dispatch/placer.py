@@ -36,7 +36,6 @@ from jdisagg.router.decision import (
     Decision,
     Deferred,
     Known,
-    PlacementOutcome,
     PlacementPolicy,
     PlacementQuery,
     PromptBlocks,
@@ -462,30 +461,25 @@ class Placer:
         request is then not placed even if workers are free."""
         query = self._ask(sized, now, ahead_seconds)
         try:
-            answer = self._decide(query, now)
+            answer = decide(self.accounts.state, query, now, self._rules)
         except NoWorkerError as error:
             too_late = not query.under_way and query.age_seconds > query.limit_seconds
             if not self.waits or too_late:
                 raise self._expecting(error) from None
             self._queue.absent = True
             answer = Deferred(self._expecting(error).message)
+        if isinstance(answer, Deferred):
+            self._deferred_by = answer.reason
+            return None
+        if beside_queue and not isinstance(answer, Refusal):
+            self.changed()  # the requests in the queue may fit, too
+            return None
+        self.events.answered(query, now, answer)
         if isinstance(answer, Refusal):
             self._counters.add("rejections", cause=answer.kind)
             self._remember(sized, query, answer, now)
             raise OverloadedError(answer.reason, retry_after_seconds=answer.retry_after_seconds)
-        if isinstance(answer, Deferred):
-            self._deferred_by = answer.reason
-            return None
-        if beside_queue:
-            self.changed()  # the requests in the queue may fit, too
-            return None
         return self._charge(sized, query, answer, now)
-
-    def _decide(self, query: PlacementQuery, now: float) -> PlacementOutcome:
-        answer = decide(self.accounts.state, query, now, self._rules)
-        if not isinstance(answer, Deferred):
-            self.events.answered(query, now, answer)
-        return answer
 
     def _work(self, asked: PlacementRequest) -> Work:
         request, accepted = asked.request, len(asked.children[0].accepted)

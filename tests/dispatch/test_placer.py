@@ -87,6 +87,23 @@ async def test_an_expected_length_is_believed_up_to_the_most(
     assert heard[0].work.expected_tokens == expected
 
 
+async def test_observers_hear_once_of_each_placement_also_of_one_that_queued() -> None:
+    heard: list[PlacementQuery] = []
+
+    class Heard(NoRouterEvents):
+        def answered(self, query: PlacementQuery, now: float, answer: PlacementOutcome) -> None:
+            heard.append(query)
+
+    desk = Desk(events=Heard())
+    desk.fill()
+    first = asyncio.create_task(desk.place())
+    await asyncio.sleep(0.3)
+    desk.free()
+    await desk.place(1)  # asks before the queue has heard of the room
+    await first
+    assert len(heard) == 2
+
+
 async def test_who_waits_may_leave_and_nothing_of_it_stays() -> None:
     desk = Desk()
     desk.fill()

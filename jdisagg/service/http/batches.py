@@ -2,6 +2,7 @@
 
 A file is uploaded as multipart/form-data. Its size limit is that of other request bodies."""
 
+import asyncio
 import re
 import time
 from collections.abc import Sequence
@@ -82,7 +83,8 @@ class Batches:
 
     async def _content(self, exchange: Exchange) -> None:
         file = self._folder.file(exchange.scope["path_params"]["id"])
-        await exchange.reply(self._folder.content(file.id).read_bytes(), content_type=JSON_LINES)
+        content = await asyncio.to_thread(self._folder.content(file.id).read_bytes)
+        await exchange.reply(content, content_type=JSON_LINES)
 
     async def _batches(self, exchange: Exchange) -> None:
         if exchange.scope["method"] != "POST":
