@@ -122,7 +122,8 @@ def say(text: str, *, error: bool = False) -> None:
     """Prints a line to stdout, or with `error` to stderr. If the disk is full or the reader has
     gone, the line is lost, and the process continues."""
     with contextlib.suppress(OSError):
-        print(text, file=sys.stderr if error else sys.stdout, flush=True)
+        # one write, which lines of other processes do not divide
+        print(f"{text}\n", end="", file=sys.stderr if error else sys.stdout, flush=True)
 
 
 def _wrap_foreign_lines(handler: logging.StreamHandler, process: str) -> None:
