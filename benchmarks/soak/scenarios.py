@@ -234,8 +234,9 @@ class Harness:
 
     def _own_client(self) -> "subprocess.Popen[bytes]":
         """Starts a client in a separate process as the only client, so that the held hand-off is
-        its own. The prompt has 180 tokens, which are several chunks."""
-        prompt = "Once upon a time there was a little dog who liked to play " * 12
+        its own. The prompt has several chunks, and no worker has cached it."""
+        number = self._random.randrange(1_000_000)
+        prompt = f"{number} " + "Once upon a time there was a little dog who liked to play " * 11
         flags = (
             f"--target={self._cluster.address}",
             f"--prompt={prompt}",
