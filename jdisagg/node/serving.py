@@ -106,5 +106,5 @@ def curl(service: ServiceConfig) -> str:
     return (
         f"curl {host_port(host, service.http_port)}/v1/completions{key}"
         " -H 'content-type: application/json'"
-        ' -d \'{"prompt": "Once upon a time"}\'\n'
+        ' -d \'{"prompt": "Once upon a time"}\''
     )

@@ -49,19 +49,26 @@ def connections(log: list[StepCommand]) -> list[str]:
     ]
 
 
-async def test_a_peer_is_greeted_again_only_where_a_hand_off_names_another_start_of_it_or_none():
+def acquainted() -> tuple[FakeExecutor, Sender, PeerHello, Peers]:
+    """A worker's mesh, the peer "p" that sends to it, the worker's own hello, and its peers."""
     mesh = FakeExecutor(toy_limits(), FakeChannel())
     sender = Sender(hello_of("p", "model", mesh.limits, mesh.card, 10, 77))
     loop = StepLoop(mesh, lambda _: None, lambda *_: None, lambda _: None)
+    ours = hello_of("d", "model", mesh.limits, mesh.card, 1, 5)
     peers = Peers(
         lambda _: sender,  # type: ignore[arg-type, return-value]
-        hello_of("d", "model", mesh.limits, mesh.card, 1, 5),
+        ours,
         loop,
         "none",
         lambda: 0.0,
         HandoffTimeouts(),
         SideCalls(Counters(), HandoffTimeouts()),
-    )  # type: ignore[arg-type, return-value]
+    )
+    return mesh, sender, ours, peers
+
+
+async def test_a_peer_is_greeted_again_only_where_a_hand_off_names_another_start_of_it_or_none():
+    mesh, sender, _, peers = acquainted()
 
     async def greeted(boot_id: int) -> tuple[str, int]:
         link = await peers.greet(HandoffSource("p", 1, "host:1", boot_id), sender)  # type: ignore[arg-type]
@@ -80,19 +87,7 @@ async def test_a_peer_is_greeted_again_only_where_a_hand_off_names_another_start
 
 
 async def test_workers_of_other_weights_refuse_a_hand_off_and_are_greeted_again_after_an_update():
-    mesh = FakeExecutor(toy_limits(), FakeChannel())
-    sender = Sender(hello_of("p", "model", mesh.limits, mesh.card, 10, 77))
-    loop = StepLoop(mesh, lambda _: None, lambda *_: None, lambda _: None)
-    ours = hello_of("d", "model", mesh.limits, mesh.card, 1, 5)
-    peers = Peers(
-        lambda _: sender,  # type: ignore[arg-type, return-value]
-        ours,
-        loop,
-        "none",
-        lambda: 0.0,
-        HandoffTimeouts(),
-        SideCalls(Counters(), HandoffTimeouts()),
-    )
+    mesh, sender, ours, peers = acquainted()
 
     async def greet(weights: str) -> None:
         source = HandoffSource("p", 1, "host:1", 10, weights)
@@ -114,18 +109,7 @@ async def test_workers_of_other_weights_refuse_a_hand_off_and_are_greeted_again_
 
 
 async def test_nothing_is_kept_of_a_peer_that_is_disconnected() -> None:
-    mesh = FakeExecutor(toy_limits(), FakeChannel())
-    sender = Sender(hello_of("p", "model", mesh.limits, mesh.card, 10, 77))
-    loop = StepLoop(mesh, lambda _: None, lambda *_: None, lambda _: None)
-    peers = Peers(
-        lambda _: sender,  # type: ignore[arg-type, return-value]
-        hello_of("d", "model", mesh.limits, mesh.card, 1, 5),
-        loop,
-        "none",
-        lambda: 0.0,
-        HandoffTimeouts(),
-        SideCalls(Counters(), HandoffTimeouts()),
-    )
+    mesh, sender, _, peers = acquainted()
     source = HandoffSource("p", 1, "host:1", 10)
     lines = [peers.line_to(source, attempt) for attempt in (1, 2)]
     await lines[0].greet(peers)

@@ -164,8 +164,8 @@ class ResumableStream:
             ) from None
 
     def _left_seconds(self) -> float:
-        now = time.monotonic()
-        return self._resume_seconds + (now if self._broken_at is None else self._broken_at) - now
+        waited = 0.0 if self._broken_at is None else time.monotonic() - self._broken_at
+        return self._resume_seconds - waited
 
     def _remaining_seconds(self) -> float | None:
         seconds = self._asked.deadline_seconds

@@ -78,8 +78,8 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
                 life=asked.life,
                 cache_salt=asked.cache_salt,
                 model=asked.model,
-                hints=sent and sent.hints,
-                retained_part=sent.retained_part if sent else 1.0,
+                hints=sent.hints,
+                retained_part=sent.retained_part,
                 **asked.options,
             )
         record.built(built)
@@ -100,11 +100,11 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
 
     async def _read(
         self, request: pb.GenerateRequest
-    ) -> tuple[ClientRequest, Prompt, Fields, SentHints | None]:
+    ) -> tuple[ClientRequest, Prompt, Fields, SentHints]:
         if request.WhichOneof("prompt") != "chat_json":
             asked = wire_generation.client_request_from_proto(request)
             assert not isinstance(asked.prompt, ChatBody)
-            return asked, asked.prompt, Fields({}), None
+            return asked, asked.prompt, Fields({}), SentHints()
         fields = Fields.of(request.chat_json.encode())
         body = await read_request(fields, chat_from, self._frontend)
         return _of_body(request, body), body.prompts[0], fields, body.hints

@@ -195,8 +195,8 @@ class HttpGeneration:
             within_context=asked.within_context,
             resumption=asked.resumed and asked.resumed.resumption,
             life=asked.resumed.life if asked.resumed else 0,
-            hints=asked.hints and asked.hints.hints,
-            retained_part=asked.hints.retained_part if asked.hints else 1.0,
+            hints=asked.hints.hints,
+            retained_part=asked.hints.retained_part,
             **asked.options,
         )
 

@@ -32,19 +32,19 @@ _MOST_DEPTH = 8  # of nested blocks
 
 @plain
 class SentHints:
-    """The hints of an HTTP request.
+    """The hints in the body of a request.
 
     Attributes:
+        hints: None if the request has none.
         retained_part: Part of the prompt's text that is retained.
     """
 
-    hints: Hints
+    hints: Hints | None = None
     retained_part: float = 1.0
 
 
-def hints_from(fields: Fields) -> SentHints | None:
-    """Returns None if the request has no hints. Raises InvalidRequestError, which names the invalid
-    field."""
+def hints_from(fields: Fields) -> SentHints:
+    """Raises InvalidRequestError, which names the invalid field."""
     sent = fields.fill(HintFields)
     agent = sent.nvext and sent.nvext.agent_hints
     session = sent.session_id or sent.prompt_cache_key or ""
@@ -70,7 +70,7 @@ def hints_from(fields: Fields) -> SentHints | None:
             " as session_id or prompt_cache_key"
         )
     if not (session or retention or answer_tokens):
-        return None
+        return SentHints()
     hints = Hints(
         session, retention, answer_tokens=max(0, answer_tokens), pause_seconds=pause_seconds
     )

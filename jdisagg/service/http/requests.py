@@ -79,7 +79,7 @@ class Asked:
     keep: Keep | None = None
     sent_tools: Mapping[str, SentTool] = field(default_factory=dict)
     resumed: Resumed | None = None
-    hints: SentHints | None = None
+    hints: SentHints = SentHints()
 
 
 def completion_from(fields: Fields) -> Asked:
