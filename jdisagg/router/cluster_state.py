@@ -170,7 +170,7 @@ class ClusterState:
         self._least_priority = 0  # no worker reported a lower one
         self.barred_until = 0.0  # no worker is barred for longer
         self._link_costs: dict[Link, LinkCosts] = {}  # link costs, valid as long as `_sides`
-        self._measured: dict[tuple[str, str], tuple[float, float]] = {}  # links, see `LinkCosts`
+        self._measured: dict[str, dict[str, tuple[float, float]]] = {}  # links, see `LinkCosts`
         self._peer_costs: dict[Link, LinkCosts] = {}
         self._return_costs: dict[Link, LinkCosts] = {}
 
@@ -330,12 +330,15 @@ class ClusterState:
         if completed is not description:
             self._descriptions[status.name] = completed
             self._place(row, completed)
-        if status.links and completed.kind.hardware is None:
-            for link in status.links:
-                key, terms = (link.sender, status.name), (link.latency_seconds, link.byte_seconds)
-                if link.sender in self._rows and self._measured.get(key) != terms:
-                    self._measured[key] = terms
-                    self._forget_links()
+        links = status.links if completed.kind.hardware is None else ()
+        measured = {
+            link.sender: (link.latency_seconds, link.byte_seconds)
+            for link in links
+            if link.sender in self._rows
+        }
+        if measured != self._measured.get(status.name, {}):
+            self._measured[status.name] = measured
+            self._forget_links()
 
     def forget(self, name: str) -> None:
         """Removes a worker. Idempotent. Later workers get new row numbers, so callers must store
@@ -345,7 +348,9 @@ class ClusterState:
         self._forms.pop(name, None)
         self._lives.pop(name, None)
         self._descriptions.pop(name, None)
-        self._measured = {ends: link for ends, link in self._measured.items() if name not in ends}
+        self._measured.pop(name, None)
+        for links in self._measured.values():
+            links.pop(name, None)
         if row is None:
             return
         count = len(self._names)

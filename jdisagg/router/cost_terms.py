@@ -232,11 +232,8 @@ def decodes_of(
         staying = here - yielding[0]
         slow = slow & (yielding[0] < work.children)
     later_short = _each(committed + _pages(work, page, work.expected_tokens) - total, ranks)
-    slots_short = (
-        staying
-        + work.children
-        - (side.room if rows is side.rows else side.room.take(side.rows.searchsorted(rows)))
-    )
+    room = side.room if rows is side.rows else side.room.take(side.rows.searchsorted(rows))
+    slots_short = staying + work.children - room
     shortest = np.maximum(np.maximum(now_short, later_short), slots_short)
     late = np.count_nonzero(slow) or np.count_nonzero(waiting)
     if not late and np.maximum.reduce(shortest, initial=0.0) <= 0:
@@ -251,7 +248,8 @@ def decodes_of(
     waits = (leaving > 0) & (here + waiting > 0)
     queue = np.zeros(len(rows))
     if np.count_nonzero(waits):
-        queue = np.where(waits, np.ceil(leaving) * query.typical_tokens * step / some, queue)
+        running = np.minimum(some, np.maximum(1.0, room))
+        queue = np.where(waits, np.ceil(leaving) * query.typical_tokens * step / running, queue)
     return DecodeCosts(rows, queue, step, busy)
 
 

@@ -31,8 +31,8 @@ class LinkSide:
     names: tuple[str, ...] = ()
 
 
-# Measured links by (sender, receiver): latency in seconds, and seconds per byte.
-MeasuredLinks = Mapping[tuple[str, str], tuple[float, float]]
+# Measured links by receiver and sender: latency in seconds, and seconds per byte.
+MeasuredLinks = Mapping[str, Mapping[str, tuple[float, float]]]
 
 
 class LinkCosts:
@@ -107,8 +107,9 @@ class LinkCosts:
         """A measured link counts as one lane, because the time of a whole block was measured."""
         for at in prefills:
             ours = self._prefill.names[at]
+            back = self._measured.get(ours, {})
             for to, theirs in enumerate(self._decode.names):
-                found = self._measured.get((ours, theirs)) or self._measured.get((theirs, ours))
+                found = self._measured.get(theirs, {}).get(ours) or back.get(theirs)
                 if found is not None:
                     self._terms[:, at, to] = found[0], 1.0, found[1]
 

@@ -48,6 +48,9 @@ CHANGE, LEAST_SECONDS = 0.25, 1e-3
 # measured then.
 ASSUMED_BYTE_SECONDS = 1e-9
 
+# Time without a transfer after which the reported times of a link are halved.
+HALVED_SECONDS = 60.0
+
 MOST_PULLS = 64
 SLOW, FAST = 1 / 2, 1 / 8  # limits of slow and fast pulls, as parts of the time limit
 
@@ -75,20 +78,46 @@ class _Connected:
 
 
 class LinkMeter:
-    """A link is reported again only after a noticeable change, because each report makes the router
-    recompute its costs."""
+    """Measures the links from senders.
 
-    def __init__(self) -> None:
-        self._links: dict[str, MovePrice] = {}
-        self._reported: dict[str, LinkTimes] = {}
+    A link is reported again only after a noticeable change, because each report makes the router
+    recompute its costs. The reported times of an unused link are halved again and again, because
+    only transfers measure it, and a router would otherwise never use a link that was slow once."""
+
+    def __init__(self, now: Callable[[], float]) -> None:
+        self._now = now
+        self._links: dict[str, _MeasuredLink] = {}
 
     def add(self, sender: str, size_bytes: int, seconds: float) -> None:
-        price = self._links.setdefault(sender, MovePrice())
-        price.add(size_bytes, seconds)
-        line = price.line()
+        now = self._now()
+        link = self._links.get(sender)
+        if link is None or link.halvings(now):
+            link = self._links[sender] = _MeasuredLink(sender)
+        link.add(size_bytes, seconds, now)
+
+    def links(self) -> tuple[LinkTimes, ...]:
+        now = self._now()
+        return tuple([link.times(now) for link in self._links.values()])
+
+    def forget(self, sender: str) -> None:
+        self._links.pop(sender, None)
+
+
+class _MeasuredLink:
+    def __init__(self, sender: str) -> None:
+        self._sender = sender
+        self._price = MovePrice()
+        self._reported: LinkTimes | None = None
+        self._used_at = 0.0
+
+    def add(self, size_bytes: int, seconds: float, now: float) -> None:
+        self._used_at = now
+        self._price.add(size_bytes, seconds)
+        line = self._price.line()
         assert line is not None, "a block was recorded"
-        link = LinkTimes(sender, line[0], ASSUMED_BYTE_SECONDS if price.alike else line[1])
-        before = self._reported.get(sender)
+        byte_seconds = ASSUMED_BYTE_SECONDS if self._price.alike else line[1]
+        link = LinkTimes(self._sender, line[0], byte_seconds)
+        before = self._reported
         if before is None or any(
             abs(new - old) > CHANGE * max(old, new) + least
             for old, new, least in (
@@ -96,14 +125,15 @@ class LinkMeter:
                 (before.byte_seconds, link.byte_seconds, 0.0),
             )
         ):
-            self._reported[sender] = link
+            self._reported = link
 
-    def links(self) -> tuple[LinkTimes, ...]:
-        return tuple(self._reported.values())
+    def halvings(self, now: float) -> int:
+        return int((now - self._used_at) / HALVED_SECONDS)
 
-    def forget(self, sender: str) -> None:
-        self._links.pop(sender, None)
-        self._reported.pop(sender, None)
+    def times(self, now: float) -> LinkTimes:
+        link, share = self._reported, 0.5 ** self.halvings(now)
+        assert link is not None, "a block was recorded"
+        return LinkTimes(self._sender, share * link.latency_seconds, share * link.byte_seconds)
 
 
 class LinkShare:
@@ -291,7 +321,7 @@ class Peers:
     ) -> None:
         self.now = now
         self.calls = calls
-        self.meter = LinkMeter()
+        self.meter = LinkMeter(now)
         self.find = find
         self._hello = hello
         self._loop = loop

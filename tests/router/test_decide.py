@@ -274,6 +274,21 @@ def test_a_full_decode_side_holds_and_the_wait_is_littles_law() -> None:
     )
 
 
+def test_no_more_sequences_than_a_worker_has_slots_leave_at_once() -> None:
+    described = Description("a/b/c", H100)
+    accounts = accounts_of(
+        {prefill_status("p0"): described, decode_status("d0", slots=8): described}
+    )
+    query = replace(ASK, typical_tokens=200.0, under_way=True)
+    for _ in range(100):
+        accounts.place("p0", "d0", query.work, 0.0)
+    terms = decision(accounts.state, query).terms
+    (room,) = accounts.state.decode.room
+    assert terms is not None and 8 <= room < 12
+    waits = 101 - room  # sequences that must end first
+    assert terms.decode_queue == pytest.approx(waits * 200 * terms.step / room, rel=0.1)
+
+
 def test_what_would_come_too_late_is_refused_with_the_time_that_it_is_late() -> None:
     state = state_of(prefill_status("p0", queued_tokens=50000), decode_status("d0"))
     predicted = decision(state).ttft_seconds

@@ -168,3 +168,15 @@ def test_corrections_decide_whether_cached_kv_is_fetched() -> None:
     assert decided(measured(), fetching).way is PromptWay.FETCH
     computing = replace(query, corrections=Corrections(cheap, dear, dear))
     assert decided(measured(), computing).way is PromptWay.PREFILL
+
+
+def test_a_link_that_a_worker_no_longer_reports_has_an_assumed_time() -> None:
+    state, fresh = measured(links=(LinkTimes("p", 0.5, 1e-9),)), measured()
+    far = LINKS["ethernet-25g"]
+
+    def seconds(state: ClusterState) -> float:
+        return state.link_costs(far).seconds(state.prefill.rows * 0, slice(None), 100.0)[0, 0]
+
+    assert seconds(state) > 0.5
+    state.update(msgspec.structs.replace(state.statuses()[1], links=()), 0.0)
+    assert seconds(state) == seconds(fresh)

@@ -161,7 +161,7 @@ def test_workers_of_a_kind_with_other_autotune_results_are_warned_of_and_float32
 
 
 def test_a_link_of_blocks_of_several_sizes_has_a_latency_and_a_time_per_byte() -> None:
-    meter = LinkMeter()
+    meter = LinkMeter(lambda: 0.0)
     for size in (1000, 9000, 4000) * 8:
         meter.add("p", size, 0.5 + 0.001 * size)
     (link,) = meter.links()
@@ -170,14 +170,14 @@ def test_a_link_of_blocks_of_several_sizes_has_a_latency_and_a_time_per_byte() -
 
 
 def test_a_link_of_equal_blocks_has_an_assumed_time_per_byte() -> None:
-    meter = LinkMeter()
+    meter = LinkMeter(lambda: 0.0)
     for _ in range(3):
         meter.add("p", 1000, 0.25)
     assert meter.links() == (LinkTimes("p", 0.25, ASSUMED_BYTE_SECONDS),)
 
 
 def test_a_link_is_reported_again_only_after_a_noticeable_change() -> None:
-    meter = LinkMeter()
+    meter = LinkMeter(lambda: 0.0)
     meter.add("p", 1000, 0.25)
     before = meter.links()
     meter.add("p", 1000, 0.26)
@@ -187,3 +187,17 @@ def test_a_link_is_reported_again_only_after_a_noticeable_change() -> None:
     assert meter.links() != before
     meter.forget("p")
     assert meter.links() == ()
+
+
+def test_a_link_that_was_slow_is_tried_again_and_then_has_the_times_of_the_trial() -> None:
+    clock = [0.0]
+    meter = LinkMeter(lambda: clock[0])
+    for _ in range(20):
+        meter.add("p", 1000, 4.0)
+    reported = []
+    for minutes in (0.5, 1, 2, 9):
+        clock[0] = 60.0 * minutes
+        reported += [link.latency_seconds for link in meter.links()]
+    assert reported == [4.0, 2.0, 1.0, 4.0 / 2**9]
+    meter.add("p", 1000, 0.01)
+    assert meter.links() == (LinkTimes("p", 0.01, ASSUMED_BYTE_SECONDS),)
