@@ -70,7 +70,8 @@ class Receiving:
         mesh.peers.add("p#1")
         self.counters = Counters()
         self.loop = StepLoop(mesh, lambda _: None, lambda *_: None, lambda _: None, now)
-        self.meter, calls = LinkMeter(lambda: 0.0), SideCalls(self.counters, limits.timeouts.handoff)
+        self.meter = LinkMeter(now)
+        calls = SideCalls(self.counters, limits.timeouts.handoff)
         source = HandoffSource("p", 1)
         line = SenderLine(peer, source, 1, calls, self.meter, LinkShare())  # pyright: ignore[reportArgumentType]
         line.link = PeerLink("p#1", KEY, verify=verify)
