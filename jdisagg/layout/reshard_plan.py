@@ -251,7 +251,7 @@ def head_granule(kv_heads: int, source_shards: int, destination_shards: int) -> 
 
 
 def plan_handoff(
-    source: dict[int, Box], destination: dict[int, Box], granule: int, turn: int = 0
+    source: Placement, destination: Placement, granule: int, turn: int = 0
 ) -> ReshardPlan:
     """Each piece has `granule` KV heads. `plan_reshard` describes the other parameters."""
     whole = [

@@ -16,34 +16,10 @@ import jax
 from jdisagg.errors import HandoffError
 from jdisagg.layout.mesh_card import KvEnd
 from jdisagg.messages.kv_plane import KvBackend, KvMemory, Posted
+from jdisagg.transfer.channel import Leaf
 from jdisagg.transfer.pieces import RequestedPieces
 
 Memory = TypeVar("Memory", bound=KvMemory)
-
-
-class Leaf:
-    """An array that a backend other than the JAX transfer engine is transferring. The receiver
-    polls this object until the array has arrived."""
-
-    __slots__ = ()
-
-    @property
-    def nbytes(self) -> int:
-        raise NotImplementedError
-
-    def is_ready(self) -> bool:
-        """Returns whether the array has arrived or has failed. Never blocks."""
-        raise NotImplementedError
-
-    @property
-    def error(self) -> str | None:
-        """Returns the reason why the transfer failed. Valid once `is_ready()` returns True."""
-        raise NotImplementedError
-
-    def array(self) -> jax.Array:
-        """Returns the array on its device. Valid once `is_ready()` returns True. Raises
-        HandoffError if the transfer failed."""
-        raise NotImplementedError
 
 
 @dataclass(frozen=True, slots=True, eq=False)

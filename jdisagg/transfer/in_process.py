@@ -24,7 +24,7 @@ from jdisagg.clock import Clock
 from jdisagg.errors import HandoffError, JdisaggError
 from jdisagg.layout.mesh_card import MeshCard
 from jdisagg.layout.reshard_plan import HEAD_DIMENSION, ReshardPlan, plan_handoff
-from jdisagg.transfer.channel import BlockStamp, Offered, Offers, PullTarget, rank_placement
+from jdisagg.transfer.channel import BlockStamp, Offered, Offers, Pull, PullTarget, rank_placement
 from jdisagg.transfer.pieces import (
     OfferedBlock,
     PlannedPiece,
@@ -34,7 +34,6 @@ from jdisagg.transfer.pieces import (
     check_leaves,
     warm_pieces,
 )
-from jdisagg.transfer.polled_pull import PolledPull
 
 _NO_STAMP = BlockStamp()
 
@@ -42,7 +41,7 @@ _NO_STAMP = BlockStamp()
 @dataclass(frozen=True, slots=True, eq=False)
 class _Offer:
     block: OfferedBlock
-    pulls: weakref.WeakSet[PolledPull] = field(default_factory=weakref.WeakSet)
+    pulls: weakref.WeakSet[Pull] = field(default_factory=weakref.WeakSet)
 
     @property
     def nbytes(self) -> int:
@@ -67,7 +66,7 @@ class InProcessChannel:
         self._clock = clock
         self._lock = threading.Lock()
         self._offers: Offers[_Offer] = Offers()
-        self._waiting: dict[int, list[tuple[PolledPull, PullTarget]]] = {}
+        self._waiting: dict[int, list[tuple[Pull, PullTarget]]] = {}
         self._routes: dict[_RouteKey, _Route] = {}
         self._moved: dict[tuple[int, int], int] = {}
         self._planned: dict[tuple[int, int], int] = {}
@@ -91,8 +90,8 @@ class InProcessChannel:
             if not pull.is_ready():  # otherwise it is late or cancelled
                 self._begin(pull, offer, target)
 
-    def pull(self, offer_id: int, target: PullTarget, deadline_seconds: float) -> PolledPull:
-        pull = PolledPull(offer_id, self._clock, deadline_seconds)
+    def pull(self, offer_id: int, target: PullTarget, deadline_seconds: float) -> Pull:
+        pull = Pull(offer_id, self._clock, deadline_seconds)
         try:
             with self._lock:
                 self._forget_ended_waits()
@@ -137,7 +136,7 @@ class InProcessChannel:
         with self._lock:
             return dict(self._planned)
 
-    def _begin(self, pull: PolledPull, offer: _Offer, target: PullTarget) -> None:
+    def _begin(self, pull: Pull, offer: _Offer, target: PullTarget) -> None:
         """Called without holding the lock, because JAX calls may take a millisecond."""
         try:
             check_leaves(target)

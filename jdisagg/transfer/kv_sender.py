@@ -39,7 +39,7 @@ from jdisagg.messages.kv_plane import (
     after,
 )
 from jdisagg.transfer.backend import Backend, Outlet
-from jdisagg.transfer.channel import REMEMBERED_IDS, BlockStamp, Offered, Offers
+from jdisagg.transfer.channel import REMEMBERED_IDS, BlockStamp, Offered, Offers, is_ready
 from jdisagg.transfer.channel_thread import ChannelThread, ComputeWait
 from jdisagg.transfer.pieces import (
     OfferedBlock,
@@ -48,7 +48,6 @@ from jdisagg.transfer.pieces import (
     check_geometry,
     plan_of_request,
 )
-from jdisagg.transfer.polled_pull import is_ready
 from jdisagg.transfer.sender_errors import error_text
 from jdisagg.transfer.transfer_engine import EngineOptions
 

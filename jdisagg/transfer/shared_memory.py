@@ -32,7 +32,8 @@ from jdisagg.errors import HandoffError
 from jdisagg.layout.mesh_card import KvEnd
 from jdisagg.messages.kv_plane import InMemory, KvBackend
 from jdisagg.ops.device_layout import ALIGNMENT
-from jdisagg.transfer.backend import AnnouncedArrays, Backend, Inlet, Leaf, Outlet, Reserved
+from jdisagg.transfer.backend import AnnouncedArrays, Backend, Inlet, Outlet, Reserved
+from jdisagg.transfer.channel import Leaf
 from jdisagg.transfer.pieces import HostLeaves, RequestedPieces
 
 _WRITTEN = 1  # first byte of a region that is written

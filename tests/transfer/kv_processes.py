@@ -25,9 +25,8 @@ from jdisagg.clock import MonotonicClock
 from jdisagg.layout.axes import MESH_AXES, Layout
 from jdisagg.layout.mesh_card import KvEnd, MeshCard
 from jdisagg.messages.kv_plane import KvMessage
-from jdisagg.transfer.backend_choice import Memories
 from jdisagg.transfer.channel import PullTarget, block_sharding, resident_zeros
-from jdisagg.transfer.negotiated_channel import NegotiatedChannel
+from jdisagg.transfer.negotiated_channel import Memories, NegotiatedChannel
 from jdisagg.transfer.nixl_agent import NixlAgent
 from jdisagg.transfer.nixl_memory import NixlMemory
 from jdisagg.transfer.shared_memory import SharedMemory

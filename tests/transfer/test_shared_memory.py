@@ -13,7 +13,7 @@ from jdisagg.errors import HandoffError
 from jdisagg.messages.kv_plane import InMemory, Posted, Pulled, Withdraw
 from jdisagg.transfer import shared_memory
 from jdisagg.transfer.backend import AnnouncedArrays
-from jdisagg.transfer.backend_choice import Memories
+from jdisagg.transfer.negotiated_channel import Memories
 from jdisagg.transfer.shared_memory import (
     Region,
     SharedInlet,
