@@ -103,6 +103,18 @@ def test_what_was_taken_back_while_its_receiver_maps_it_stays_as_it_was(
     arrives(pull, block)
 
 
+def test_a_pipe_with_the_numbers_of_a_sender_on_another_host_is_not_read() -> None:
+    secret = b"0123456789abcdef"
+    reading, writing = os.pipe()
+    try:
+        os.write(writing, secret)
+        assert not reachable(f"{os.getpid()}:{reading}:{secret.hex()}")
+        assert os.read(reading, len(secret)) == secret
+    finally:
+        os.close(reading)
+        os.close(writing)
+
+
 def test_a_region_that_is_used_again_holds_nothing_until_it_is_written() -> None:
     memory = SharedMemory()
     outlet, reader = SharedOutlet(memory), SharedInlet(memory.name)
