@@ -181,9 +181,6 @@ class Backend(Protocol):
 
     def inlet(self, end: KvEnd) -> Inlet: ...
 
-    def sweep(self) -> None:
-        """Frees memory that was reserved for pulls whose deadline has passed."""
-
     def drop_spare(self) -> None:
         """Frees unused memory that the backend keeps for later pulls."""
 

@@ -465,12 +465,12 @@ class KvPuller:
 
     def _close_all(self) -> None:
         self._settle_all()
-        self._report()
         for transfer in self._watched:
             transfer.pull.fail(HandoffError("the channel was closed"))
+        self._settle_all()  # withdraws them
+        self._report()
         for peer in list(self._peers.values()):
             self._drop(peer)
-        self._watched.clear()
         with self._lock:
             self._requests.clear()
             self._cards.clear()

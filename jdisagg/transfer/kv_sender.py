@@ -325,8 +325,6 @@ class KvSender:
         if time.monotonic() >= self._tick_due:
             self._tick_due = time.monotonic() + self._timeouts.tick_seconds
             now = self._clock.now()
-            for backend in self._backends.values():
-                backend.sweep()
             for pull in [pull for pull in self._pulls.values() if now >= pull.until]:
                 late = HandoffError(TOO_LATE)
                 self._guarded(

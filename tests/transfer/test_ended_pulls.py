@@ -137,6 +137,17 @@ def test_a_receiver_that_is_gone_leaves_nothing_at_the_sender(bench: Bench) -> N
     settled(lambda: bench.sender.postings() == bench.sender._sender.waiting() == 0)
 
 
+def test_a_receiver_that_closes_withdraws_what_it_waits_for(bench: Bench) -> None:
+    pull = bench.pull(7)
+    bench.waits(1)
+    bench.receiver.close()
+    fails(pull, "^the channel was closed$")
+    bench.waits(0)
+    bench.offer(7)
+    bench.at_rest()
+    assert bench.count(Posted) == 0
+
+
 def test_an_outlet_that_was_closed_meanwhile_is_replaced(bench: Bench) -> None:
     """As after a long rest of one side alone."""
     bench.offer(7)
