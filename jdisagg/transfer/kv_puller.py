@@ -440,12 +440,16 @@ class KvPuller:
         with self._lock:
             if self._peers.get(peer.end) is peer:
                 del self._peers[peer.end]
-        requests = [sent for transfer in self._watched for sent in transfer.requests]
-        peer.inlet.close(
-            in_flight=any(
-                sent.peer is peer and not all(map(is_ready, sent.arrays or ())) for sent in requests
-            )
-        )
+        requests = [
+            sent
+            for transfer in self._watched
+            for sent in transfer.requests
+            if sent.peer is peer and not (sent.arrays is not None and sent.has_ended)
+        ]
+        for sent in requests:
+            if sent.arrays is None and not sent.transfer.assembly.complete:  # waits for an answer
+                sent.transfer.pull.fail(_dropped(peer))
+        peer.inlet.close(in_flight=any(sent.arrays for sent in requests))
         self._report()  # before Leave, so that the sender does not treat these leaves as in flight
         self._link.send(peer.end, Leave(peer.link))
 

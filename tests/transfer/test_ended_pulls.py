@@ -148,6 +148,18 @@ def test_a_receiver_that_closes_withdraws_what_it_waits_for(bench: Bench) -> Non
     assert bench.count(Posted) == 0
 
 
+def test_a_pull_that_waits_for_its_block_ends_with_its_connection(bench: Bench) -> None:
+    """Its block would be posted for nothing, over a connection that nothing closes."""
+    puller, pull = bench.receiver._puller, bench.pull(7)
+    bench.waits(1)
+    puller._thread.submit(lambda: puller._drop(puller._peers[SENDER]))
+    fails(pull, "^the connection to .* was dropped before the pieces came; pull again$")
+    bench.waits(0)
+    bench.offer(7)
+    bench.check(bench.pull(7))
+    assert bench.count(Posted) == 1
+
+
 def test_an_outlet_that_was_closed_meanwhile_is_replaced(bench: Bench) -> None:
     """As after a long rest of one side alone."""
     bench.offer(7)
