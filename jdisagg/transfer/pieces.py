@@ -147,7 +147,7 @@ def plan_pieces(
             piece.destination_slice[HEAD_DIMENSION][0] // granule,
             piece.box[HEAD_DIMENSION][0],
         )
-        for piece in plan_handoff(source, destination, granule, turn).pieces
+        for piece in plan_handoff(source, destination, granule, turn)
     )
 
 
