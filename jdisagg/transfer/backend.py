@@ -64,13 +64,10 @@ class Outlet(Protocol):
         """Frees the arrays of a pull after the receiver has read them. Ignores unknown ids."""
         ...
 
-    def given_up(self, pull_id: int) -> None:
-        """Notifies the outlet that the receiver has abandoned the pull. The caller then calls
-        `withdraw` if the arrays of the pull are still reserved."""
-
-    def withdraw(self, pull_id: int, leaves: int, reason: str) -> None:
+    def withdraw(self, pull_id: int, leaves: int, reason: str, given_up: bool = False) -> None:
         """Withdraws the arrays of a pull. The receiver may be reading them. `reason`: error text
-        for a receiver that still waits for the arrays."""
+        for a receiver that still waits for the arrays. `given_up`: whether the receiver discards
+        what it reads."""
         ...
 
     def tick(self) -> None:

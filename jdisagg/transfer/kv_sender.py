@@ -158,8 +158,6 @@ class KvSender:
                 if peer is not None:
                     peer.outlet.pulled(message.pull_id)
             case Withdraw():
-                if peer is not None:
-                    peer.outlet.given_up(message.pull_id)
                 pull = self._pulls.get((receiver, message.pull_id))
                 if pull is not None:
                     return self._fail(pull, BlockEvent.GIVE_UP, HandoffError(GIVEN_UP))
@@ -285,10 +283,11 @@ class KvSender:
         refusal = Refused(request.pull_id, type(error).__name__, error.message)
         if event is BlockEvent.REFUSE:
             self._link.send(receiver, refusal)
-        reserved, text = pull.answer is not None, error_text(error)
+        reserved, given_up = pull.answer is not None, event is BlockEvent.GIVE_UP
         self._end_pull(pull.key, event, refusal if event is BlockEvent.REFUSE else None)
         if reserved:
-            self._peers[receiver].outlet.withdraw(request.pull_id, pull.leaves, text)
+            outlet = self._peers[receiver].outlet
+            outlet.withdraw(request.pull_id, pull.leaves, error_text(error), given_up)
 
     def _end_pull(
         self, key: _Key, event: BlockEvent, answer: Posted | Refused | None = None

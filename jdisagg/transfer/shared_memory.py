@@ -191,7 +191,7 @@ class SharedOutlet(Outlet):
         if posted := self._posted.pop(pull_id, None):
             self._memory.give_back(posted[0])
 
-    def withdraw(self, pull_id: int, leaves: int, reason: str) -> None:
+    def withdraw(self, pull_id: int, leaves: int, reason: str, given_up: bool = False) -> None:
         """Closes the region rather than reusing it, because the receiver may still map it."""
         self._unwritten.pop(pull_id, None)
         if posted := self._posted.pop(pull_id, None):

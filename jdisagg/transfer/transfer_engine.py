@@ -141,7 +141,7 @@ class EngineOutlet(Outlet):
     def pulled(self, pull_id: int) -> None:
         """Does nothing, because the engine frees arrays that were pulled."""
 
-    def withdraw(self, pull_id: int, leaves: int, reason: str) -> None:
+    def withdraw(self, pull_id: int, leaves: int, reason: str, given_up: bool = False) -> None:
         """Posts error arrays under the id. The engine may be sending them until they expire."""
         self._withdrew = True
         error = transfer.make_error_array(
