@@ -32,6 +32,7 @@ from jdisagg.clock import Clock
 from jdisagg.errors import HandoffError, IncompatiblePeerError, JdisaggError
 from jdisagg.layout.mesh_card import KvEnd, MeshCard
 from jdisagg.messages.kv_plane import (
+    MOST_PATIENCE,
     BlockEvent,
     BlockState,
     KvBackend,
@@ -50,9 +51,6 @@ from jdisagg.transfer.channel_thread import ChannelThread
 from jdisagg.transfer.pieces import Assembly, add_counts
 from jdisagg.transfer.sender_errors import named_error, sender_error
 from jdisagg.transfer.transfer_engine import ID_BITS, EngineOptions
-
-# While bytes of the sender keep arriving, a pull may take this many times its time limit.
-MOST_PATIENCE = 12
 
 _TITLES = {
     KvBackend.SHARED: "shared memory",

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from jdisagg.clock import within
 from jdisagg.errors import HandoffError
 from jdisagg.layout.kv_spec import KvKind
-from jdisagg.messages.kv_plane import BlockEvent, BlockState, after
+from jdisagg.messages.kv_plane import MOST_PATIENCE, BlockEvent, BlockState, after
 from jdisagg.messages.ports import Offer
 from jdisagg.messages.step_commands import (
     DropBlocks,
@@ -28,9 +28,8 @@ from jdisagg.scheduler.page_ledger import pages_for
 from jdisagg.worker.peers import PeerLink
 from jdisagg.worker.step_loop import StepLoop
 
-# A pull ends after its deadline, or later if bytes still arrive. If it has no result after this
-# many times its deadline, it is treated as lost.
-PATIENCE = 12.5
+# If a pull has no result after this many times its time limit, it is treated as lost.
+PATIENCE = MOST_PATIENCE + 0.5
 
 
 @dataclass(frozen=True, slots=True)
