@@ -346,8 +346,6 @@ class KvSender:
         idle = time.monotonic() - peer.used > self._timeouts.outlet_idle_seconds
         if idle and not self._reserved(receiver):
             self._close_peer(receiver)
-            for backend in self._backends.values():
-                backend.drop_spare()
         else:
             peer.outlet.tick()
 
@@ -365,6 +363,8 @@ class KvSender:
             for pull in reserved:
                 self._end_pull(pull.key, BlockEvent.GIVE_UP)
             peer.outlet.close(in_flight=bool(reserved))
+            for backend in self._backends.values() if not self._peers else ():
+                backend.drop_spare()
 
     def _close_all(self) -> None:
         for receiver in list(self._peers):

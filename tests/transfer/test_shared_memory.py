@@ -151,6 +151,15 @@ def test_a_withdrawn_pull_of_a_block_that_is_still_computed_keeps_no_memory(
     settled(lambda: collected() and regions() <= before)
 
 
+def test_a_sender_whose_last_receiver_leaves_keeps_no_spare_region(ends: Ends, pair: Pair) -> None:
+    before, block = regions(), case("tp=1", "tp=1")
+    ends.sender.offer(1, block.block, 0)
+    arrives(ends.pull(1, block), block)
+    settled(lambda: collected() and pair.quiet())
+    ends.receiver.disconnect("")
+    settled(lambda: collected() and regions() <= before)
+
+
 def test_an_answer_that_names_memory_which_is_not_there_fails_the_pull_and_the_next_arrives(
     pair: Pair,
 ) -> None:
