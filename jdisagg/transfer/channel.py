@@ -338,7 +338,7 @@ class BlockStamp:
         return replace(self, key=self.key ^ offer_id)
 
 
-_NO_STAMP = BlockStamp()
+NO_STAMP = BlockStamp()
 
 
 class Channel(Protocol):
@@ -352,7 +352,7 @@ class Channel(Protocol):
         ...
 
     def offer(
-        self, offer_id: int, block: jax.Array, rank: int, stamp: BlockStamp = _NO_STAMP
+        self, offer_id: int, block: jax.Array, rank: int, stamp: BlockStamp = NO_STAMP
     ) -> None:
         """Holds one dp rank's shards of a block until `release` or `revoke` is called. The block
         may not be computed yet. If the id has been revoked already, the block is dropped at once.

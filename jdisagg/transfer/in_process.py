@@ -17,6 +17,7 @@ import functools
 import math
 import threading
 import weakref
+from collections import Counter
 from dataclasses import dataclass, field
 
 import jax
@@ -25,19 +26,24 @@ from jdisagg.clock import Clock
 from jdisagg.errors import HandoffError, JdisaggError
 from jdisagg.layout.mesh_card import MeshCard
 from jdisagg.layout.reshard_plan import HEAD_DIMENSION
-from jdisagg.transfer.channel import BlockStamp, Offered, Offers, Pull, PullTarget, rank_placement
+from jdisagg.transfer.channel import (
+    NO_STAMP,
+    BlockStamp,
+    Offered,
+    Offers,
+    Pull,
+    PullTarget,
+    rank_placement,
+)
 from jdisagg.transfer.pieces import (
     OfferedBlock,
     PlannedPiece,
     RequestedPieces,
-    add_counts,
     check_geometry,
     check_leaves,
     plan_pieces,
     warm_pieces,
 )
-
-_NO_STAMP = BlockStamp()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -65,8 +71,8 @@ class InProcessChannel:
         self._offers: Offers[_Offer] = Offers()
         self._waiting: dict[int, list[tuple[Pull, PullTarget]]] = {}
         self._turns: dict[_Route, int] = {}
-        self._moved: dict[tuple[int, int], int] = {}
-        self._planned: dict[tuple[int, int], int] = {}
+        self._moved: Counter[tuple[int, int]] = Counter()
+        self._planned: Counter[tuple[int, int]] = Counter()
 
     def connect(self, peer: str, card: MeshCard) -> None:
         """Does nothing: both meshes are in this process."""
@@ -75,7 +81,7 @@ class InProcessChannel:
         """Does nothing."""
 
     def offer(
-        self, offer_id: int, block: jax.Array, rank: int, stamp: BlockStamp = _NO_STAMP
+        self, offer_id: int, block: jax.Array, rank: int, stamp: BlockStamp = NO_STAMP
     ) -> None:
         offer = _Offer(OfferedBlock.of(block, rank, stamp))
         with self._lock:
@@ -147,9 +153,9 @@ class InProcessChannel:
             pull.fail(HandoffError(f"the copies of a pull could not be issued: {error}"))
             return
         with self._lock:
-            add_counts(self._moved, moved)
-            add_counts(self._planned, _planned_bytes(plan, target))
-        pull.deliver(arrays, sum(moved.values()))
+            self._moved.update(moved)
+            self._planned.update(_planned_bytes(plan, target))
+        pull.deliver(arrays, moved.total())
 
     def _next_plan(self, offer: OfferedBlock, target: PullTarget) -> tuple[PlannedPiece, ...]:
         """Successive pulls prefer different replicas of the source as senders, which balances the
@@ -178,7 +184,7 @@ def _plan(route: _Route, turn: int) -> tuple[PlannedPiece, ...]:
 
 def _move(
     offer: OfferedBlock, target: PullTarget, pieces: tuple[PlannedPiece, ...]
-) -> tuple[tuple[jax.Array, ...], dict[tuple[int, int], int]]:
+) -> tuple[tuple[jax.Array, ...], Counter[tuple[int, int]]]:
     leaves = iter(RequestedPieces(offer, pieces, target.granule, target.codec).on_devices())
     devices = {device.id: device for device in target.zeros.sharding.addressable_devices}
     resident = [
@@ -187,14 +193,13 @@ def _move(
     ]
     count = offer.shape[HEAD_DIMENSION] // target.zeros.shape[HEAD_DIMENSION]
     received = [[dict(shards) for shards in resident] for _ in range(count)]
-    moved: dict[tuple[int, int], int] = {}
+    moved: Counter[tuple[int, int]] = Counter()
     for piece in pieces:
         for shards in received[piece.part]:
             leaf = next(leaves)
             if piece.source != piece.receiver:
                 leaf = jax.device_put(leaf, devices[piece.receiver])
-                pair = (piece.source, piece.receiver)
-                moved[pair] = moved.get(pair, 0) + leaf.nbytes
+                moved[piece.source, piece.receiver] += leaf.nbytes
             shards[piece.receiver] = leaf
     arrays = (
         jax.make_array_from_single_device_arrays(zeros.shape, zeros.sharding, list(shards.values()))
@@ -206,14 +211,13 @@ def _move(
 
 def _planned_bytes(
     pieces: tuple[PlannedPiece, ...], target: PullTarget
-) -> dict[tuple[int, int], int]:
+) -> Counter[tuple[int, int]]:
     weight = sum(
         math.prod(zeros.sharding.shard_shape(zeros.shape)) * zeros.dtype.itemsize
         for zeros in target.resident
     )
-    planned: dict[tuple[int, int], int] = {}
+    planned: Counter[tuple[int, int]] = Counter()
     for piece in pieces:
         if piece.source != piece.receiver:
-            pair = (piece.source, piece.receiver)
-            planned[pair] = planned.get(pair, 0) + weight
+            planned[piece.source, piece.receiver] += weight
     return planned

@@ -22,6 +22,7 @@ import logging
 import secrets
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -48,7 +49,7 @@ from jdisagg.messages.kv_plane import (
 from jdisagg.transfer.backend import AnnouncedArrays, Backend, Inlet
 from jdisagg.transfer.channel import Leaf, Pull, PullTarget, is_ready
 from jdisagg.transfer.channel_thread import ChannelThread
-from jdisagg.transfer.pieces import Assembly, add_counts
+from jdisagg.transfer.pieces import Assembly
 from jdisagg.transfer.sender_errors import named_error, sender_error
 from jdisagg.transfer.transfer_engine import ID_BITS, EngineOptions
 
@@ -138,7 +139,7 @@ class KvPuller:
         self._requests: dict[int, SentRequest] = {}
         self._turns: dict[tuple[str, tuple[int, ...], int], int] = {}
         self._numbers = itertools.count(1)
-        self._moved: dict[tuple[int, int], int] = {}
+        self._moved: Counter[tuple[int, int]] = Counter()
         self._watched: list[Transfer] = []
         self._unreported: list[tuple[KvEnd, Pulled]] = []
         self._report_at = self._watch_at = 0.0
@@ -306,7 +307,7 @@ class KvPuller:
     def _arrived(self, assembly: Assembly, arrays: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         """Runs on the polling thread, under the pull's lock."""
         with self._lock:
-            add_counts(self._moved, assembly.bytes_per_pair)
+            self._moved.update(assembly.bytes_per_pair)
         return assembly.assemble(arrays)
 
     def _watch(self) -> float:

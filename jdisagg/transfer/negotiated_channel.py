@@ -17,15 +17,13 @@ from jdisagg.clock import Clock
 from jdisagg.layout.mesh_card import KvEnd, MeshCard
 from jdisagg.messages.kv_plane import KvLink, KvMessage, Posted, Refused
 from jdisagg.transfer.backend import Backend
-from jdisagg.transfer.channel import BlockStamp, Offered, Pull, PullTarget
+from jdisagg.transfer.channel import NO_STAMP, BlockStamp, Offered, Pull, PullTarget
 from jdisagg.transfer.kv_puller import KvPuller
 from jdisagg.transfer.kv_sender import KvSender
 from jdisagg.transfer.nixl_memory import NixlMemory, nixl_memory
 from jdisagg.transfer.pieces import warm_pieces
 from jdisagg.transfer.shared_memory import SharedMemory
 from jdisagg.transfer.transfer_engine import EngineBackend, EngineOptions
-
-_NO_STAMP = BlockStamp()
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +99,7 @@ class NegotiatedChannel:
         self._sender.card = mesh
 
     def offer(
-        self, offer_id: int, block: jax.Array, rank: int, stamp: BlockStamp = _NO_STAMP
+        self, offer_id: int, block: jax.Array, rank: int, stamp: BlockStamp = NO_STAMP
     ) -> None:
         self._sender.offer(offer_id, block, rank, stamp)
 

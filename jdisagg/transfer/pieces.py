@@ -2,8 +2,8 @@
 pieces, cuts and packs them, and assembles them to global arrays. A piece is the part of a block,
 `granule` KV heads, that one device sends to another."""
 
-import collections
 import functools
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -69,7 +69,7 @@ class OfferedBlock:
     @property
     def replicas(self) -> int:
         boxes = rank_placement(self.sharding, self.shape, self.rank).values()
-        return max(collections.Counter(boxes).values())
+        return max(Counter(boxes).values())
 
     @property
     def nbytes(self) -> int:
@@ -114,11 +114,6 @@ def cut(shard_1CKTH: jax.Array, parts: int) -> tuple[jax.Array, ...]:
         jax.lax.slice_in_dim(shard_1CKTH, part * size, part * size + size, axis=HEAD_DIMENSION)
         for part in range(parts)
     )
-
-
-def add_counts(total: dict[tuple[int, int], int], more: dict[tuple[int, int], int]) -> None:
-    for pair, count in more.items():
-        total[pair] = total.get(pair, 0) + count
 
 
 @dataclass(frozen=True, slots=True)
@@ -331,7 +326,7 @@ class Assembly:
     def __init__(self, target: PullTarget) -> None:
         self.wanted = wanted = _wanted(target.zeros.sharding, target.zeros.shape, target.rank)
         self.assembled = False
-        self.bytes_per_pair: dict[tuple[int, int], int] = {}
+        self.bytes_per_pair: Counter[tuple[int, int]] = Counter()
         self._target = target
         process = jax.process_index()
         self._own = {device.device for device in wanted if device.process == process}
@@ -374,10 +369,8 @@ class Assembly:
         for index, piece in enumerate(pieces):
             leaves = arrays[index * count : index * count + count]
             self._coming[piece.part, piece.destination] = leaves
-            pair = (piece.source, piece.destination)
-            self.bytes_per_pair[pair] = self.bytes_per_pair.get(pair, 0) + sum(
-                leaf.nbytes for leaf in leaves
-            )
+            nbytes = sum(leaf.nbytes for leaf in leaves)
+            self.bytes_per_pair[piece.source, piece.destination] += nbytes
 
     @property
     def complete(self) -> bool:
@@ -391,7 +384,7 @@ class Assembly:
 
     @property
     def nbytes(self) -> int:
-        return sum(self.bytes_per_pair.values())
+        return self.bytes_per_pair.total()
 
     def assemble(self, arrived: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         """Returns the global arrays, in the order of parts and then of leaves."""
