@@ -9,7 +9,8 @@ Each request follows `WORKFLOW` (messages/kv_plane.py). Invariants:
 - A pull ends at its deadline, even if a sender does not answer. The deadline moves while bytes of
   the sender keep arriving, because a retry would only add load to a slow link. At the deadline the
   requests of the pull are withdrawn. If the inlet finds its connection broken or stuck, the
-  connection is closed, and the next pull opens a new one.
+  connection is closed. Unanswered requests are withdrawn, and sent over a new connection with new
+  ids.
 - A receiver process sends requests to every process of the sender, because any of
   them may hold pieces. Processes without pieces answer with an empty list. The pull is complete
   when this process's devices have all their pieces. This module must not distinguish backends: all
@@ -445,12 +446,27 @@ class KvPuller:
             for sent in transfer.requests
             if sent.peer is peer and not (sent.arrays is not None and sent.has_ended)
         ]
-        for sent in requests:
-            if sent.arrays is None and not sent.transfer.assembly.complete:  # waits for an answer
-                sent.transfer.pull.fail(_dropped(peer))
         peer.inlet.close(in_flight=any(sent.arrays for sent in requests))
         self._report()  # before Leave, so that the sender does not treat these leaves as in flight
         self._link.send(peer.end, Leave(peer.link))
+        for sent in requests:
+            if sent.arrays is None and not sent.transfer.pull.is_ready():
+                self._ask_over_another(sent)
+
+    def _ask_over_another(self, sent: SentRequest) -> None:
+        """Asks over a new connection, because an answer over the old one could not be used."""
+        self._link.send(sent.peer.end, Withdraw(sent.request.pull_id))
+        with self._lock:
+            del self._requests[sent.request.pull_id]
+            sent.peer = peer = self._peer(sent.peer.end)
+            sent.request = msgspec.structs.replace(
+                sent.request,
+                pull_id=secrets.randbits(ID_BITS),
+                link=peer.link,
+                backend=peer.inlet.backend,
+            )
+            self._requests[sent.request.pull_id] = sent
+        self._ask(sent)
 
     def _drop_peer(self, peer: str, ends: list[KvEnd]) -> None:
         self._settle_all()
