@@ -229,7 +229,7 @@ class PlacementHandle:
         failed = frozenset(failed)
         decision = self.decision
         if self._prefilled and not self._credited:
-            self.worked({decision.prefill or decision.decode, decision.decode} - failed)
+            self.worked(decision.workers - failed)
         for worker in failed:
             self._placer.failed(worker)
         self._placer.changed()
@@ -366,7 +366,8 @@ class Placer:
         return another_decode(self.accounts.state, avoid, self.now(), self._rules, origin)
 
     def ended(self, request: Request, output_tokens: int) -> None:
-        self.lengths.observe(request.tenant, len(request.prompt_token_ids), output_tokens)
+        if not request.prefill_only:  # its one token tells nothing of the length of answers
+            self.lengths.observe(request.tenant, len(request.prompt_token_ids), output_tokens)
 
     def measured_ttft(self, decision: Decision, predicted_seconds: float, seconds: float) -> None:
         """The error of an assumed time is no lateness, because it would delay all workers."""
@@ -514,18 +515,18 @@ class Placer:
             sized.blocks.block_tokens or 1,
             NOBODY if asked.request.hints is None else self._sessions.of(asked.request),
             asked.unfit,
+            asked.request.prefill_only,
         )
 
     def _charge(
         self, sized: _Sized, query: PlacementQuery, decision: Decision, now: float
     ) -> PlacementHandle:
         self._counters.add("placements", reason=decision.kind)
-        for worker in (decision.prefill, decision.decode) if self._breakers else ():
-            breaker = self._breaker(worker) if worker is not None else None
-            if breaker is not None and worker is not None:
+        for worker in decision.workers if self._breakers else ():
+            if (breaker := self._breaker(worker)) is not None:
                 breaker.placed(now)
                 self.accounts.bar(worker, breaker.barred_until)
-        if decision.prefill is not None:
+        if decision.prefill and decision.decode:
             self._pairs.placed((decision.prefill, decision.decode), now)
         until = paced_until(self.accounts.state, query, decision, self._rules, now)
         if until is not None:
@@ -538,8 +539,7 @@ class Placer:
             query.work.expected_tokens,
         )
         if sized.asked.request.hints is not None:
-            workers = frozenset(filter(None, (decision.prefill, decision.decode)))
-            self._sessions.placed(sized.asked.request, workers)
+            self._sessions.placed(sized.asked.request, decision.workers)
         placed = self.accounts.place(decision.prefill, decision.decode, work, now)
         # Only on these workers do prompts wait for each other's blocks.
         table, row = self.accounts.state.table, self.accounts.state.row_of(decision.decode)

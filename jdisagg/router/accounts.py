@@ -127,7 +127,8 @@ class Accounts:
         self.state.forget(name)
 
     def place(self, prefill: str | None, decode: str, work: Work, now: float) -> "Charges":
-        """`prefill` is None if the decode worker computes the prompt."""
+        """`prefill` is None if the decode worker computes the prompt. `decode` is "" if nothing is
+        decoded."""
         return Charges(self, prefill, decode, work, now)
 
     def charge(
@@ -135,7 +136,8 @@ class Accounts:
     ) -> _Charge:
         charge = _Charge(worker, self.state.life(worker), amounts, sent_at)
         self._count(charge, 1)
-        self._fresh.setdefault(worker, []).append(charge)
+        if worker in self.state:
+            self._fresh.setdefault(worker, []).append(charge)
         return charge
 
     def settle(self, charge: _Charge, said: tuple[tuple[str, float], ...]) -> None:

@@ -68,6 +68,8 @@ class PlacementQuery:
         session_workers: Workers of the last turn of the request's session.
         unfit: Workers that cannot serve the request. One of them is chosen only if there are no
             others, not even workers to `avoid`, because these may have recovered.
+        prefill_only: Whether a prefill worker answers alone, so that the request neither waits for
+            a decode worker nor uses one.
     """
 
     work: Work
@@ -88,6 +90,7 @@ class PlacementQuery:
     block_tokens: int = 1
     session_workers: frozenset[str] = frozenset()
     unfit: frozenset[str] = frozenset()
+    prefill_only: bool = False
 
     @property
     def most_known(self) -> int:
@@ -160,6 +163,7 @@ class Decision:
 
     Attributes:
         prefill: Prefill worker, or None if the decode worker computes the prompt.
+        decode: Decode worker, or "" if the prefill worker answers alone.
         context_tokens: Largest context of the decode worker, in tokens.
         kind: Kind of the choice, from a small fixed set of labels for metrics.
         terms: Predicted seconds of each stage.
@@ -178,6 +182,10 @@ class Decision:
     cached_tokens: int = 0
     peer: str = ""
     peer_tokens: int = 0
+
+    @property
+    def workers(self) -> frozenset[str]:
+        return frozenset(filter(None, (self.prefill, self.decode)))
 
     @property
     def way(self) -> PromptWay:

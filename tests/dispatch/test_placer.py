@@ -19,7 +19,7 @@ from jdisagg.messages.ports import Child
 from jdisagg.prompt.hints import Hints
 from jdisagg.request import Request, SamplingParams
 from jdisagg.router.candidates import FAILURES
-from jdisagg.router.cluster_state import Description
+from jdisagg.router.cluster_state import OWN, Description
 from jdisagg.router.decision import NoRouterEvents, PlacementOutcome, PlacementQuery
 from jdisagg.router.known_blocks import KnownBlocks
 from jdisagg.scheduler.residency import BlockNames
@@ -85,6 +85,37 @@ async def test_an_expected_length_is_believed_up_to_the_most(
     desk = Desk(events=Heard())
     await desk.placer.place(hinted(Request("r", (1,) * 100), Hints(answer_tokens=told), most))
     assert heard[0].work.expected_tokens == expected
+
+
+def scoring(number: int = 0) -> Request:
+    sampling = SamplingParams(max_tokens=1)
+    return Request(f"s{number}", tuple(range(100)), sampling, prefill_only=True)
+
+
+async def test_an_answer_of_a_prefill_worker_alone_neither_waits_for_decode_workers_nor_uses_them():
+    desk = Desk()
+    desk.fill()
+    asked = PlacementRequest(scoring(), (Child(0),), desk.clock.now(), desk.clock.now() + 9.0)
+    placement = await asyncio.wait_for(desk.placer.place(asked), 0.01)
+    table, row = desk.accounts.state.table, desk.accounts.state.row_of("d0")
+    assert placement.decision.workers == {"p0"}
+    assert not any(table[column][row] for column in OWN)
+    for _ in range(FAILURES):
+        desk.placer.failed("d0")
+    placement.prefilled()
+    placement.end()
+    assert table["barred_until"][row] > 0, "a decode worker that had no part in it"
+    assert desk.owes() == 0
+
+
+async def test_answers_of_prefill_workers_alone_tell_nothing_of_the_length_of_others() -> None:
+    desk = Desk()
+    chat = dataclasses.replace(scoring(), prefill_only=False)
+    for _ in range(20):
+        desk.placer.ended(chat, 500)
+    for number in range(300):
+        desk.placer.ended(scoring(number), 1)
+    assert desk.placer.lengths.predict("", 100, 2000) == desk.placer.lengths.typical_tokens == 500
 
 
 async def test_observers_hear_once_of_each_placement_also_of_one_that_queued() -> None:
