@@ -178,6 +178,16 @@ class PlacementHandle:
     def prefill_sent(self) -> None:
         self._placed.prefill_sent(self._placer.now())
 
+    def prefill_at(self, worker: str) -> None:
+        """Records that `worker` computes the prompt in place of the worker chosen before."""
+        self._placed.prefill_at(worker)
+
+    def moved(self, placed: Charges) -> None:
+        """Records that the running sequences migrated to the worker that `placed` charges."""
+        self._placed.end()
+        self._placed = placed
+        self._placer.changed()
+
     def prefilled(self) -> None:
         """The workers are not yet marked as successful, because failover may have replaced the
         prefill worker and the KV transfer may still fail."""
@@ -321,7 +331,7 @@ class Placer:
             request = replace(request, prompt_token_ids=request.prompt_token_ids + accepted)
         known = _nobody_knows if affinity is None else affinity.known(request)
         blocks = PromptBlocks() if affinity is None else affinity.prompt_blocks(request)
-        work = self._work(asked)
+        work = self._work(asked.request, asked.children)
         if asked.under_way:
             return await self._place_again(_Sized(asked, work, known, blocks))
         cost = work.tokens + OUTPUT_COST * work.children * work.expected_tokens
@@ -361,9 +371,16 @@ class Placer:
         broken = self._pairs.broken(state.life, now)
         return another_prefill(state, avoid, now, self._rules, decode, broken, unfit)
 
-    async def another_decode(self, avoid: frozenset[str], origin: str) -> str:
+    async def another_decode(
+        self, avoid: frozenset[str], origin: str, request: Request, children: tuple[Child, ...]
+    ) -> tuple[str, Charges]:
+        """Returns another decode worker for running sequences of `origin`, and its charges. Raises
+        NoWorkerError."""
         await self._renew()
-        return another_decode(self.accounts.state, avoid, self.now(), self._rules, origin)
+        state, now, work = self.accounts.state, self.now(), self._work(request, children)
+        worker = another_decode(state, avoid, now, self._rules, origin)
+        work = replace(work, cached_tokens=work.tokens)  # it computes none of them
+        return worker, self.accounts.place(None, worker, work, now)
 
     def ended(self, request: Request, output_tokens: int) -> None:
         if not request.prefill_only:  # its one token tells nothing of the length of answers
@@ -482,13 +499,13 @@ class Placer:
             raise OverloadedError(answer.reason, retry_after_seconds=answer.retry_after_seconds)
         return self._charge(sized, query, answer, now)
 
-    def _work(self, asked: PlacementRequest) -> Work:
-        request, accepted = asked.request, len(asked.children[0].accepted)
+    def _work(self, request: Request, children: tuple[Child, ...]) -> Work:
+        accepted = len(children[0].accepted)
         prompt = len(request.prompt_token_ids)
         expected = self.lengths.predict(request.tenant, prompt, request.sampling.max_tokens)
         if request.hints is not None and request.hints.answer_tokens:
             expected = min(request.hints.answer_tokens, request.sampling.max_tokens)
-        return Work(prompt + accepted, 0, len(asked.children), max(1, expected - accepted))
+        return Work(prompt + accepted, 0, len(children), max(1, expected - accepted))
 
     def _limit(self, asked: PlacementRequest) -> float:
         return limit_seconds(self._config.ttft_slo_seconds, asked.deadline - asked.arrived_at)

@@ -108,6 +108,44 @@ async def test_an_answer_of_a_prefill_worker_alone_neither_waits_for_decode_work
     assert desk.owes() == 0
 
 
+async def test_sequences_that_leave_a_worker_spread_before_the_others_report() -> None:
+    desk = Desk(decodes=3)
+    placements = [await desk.place(number) for number in range(4)]
+    moved = []
+    for number, placement in enumerate(placements):
+        asked = desk.seek(number)
+        worker, placed = await desk.placer.another_decode(
+            frozenset({"d0"}), "d0", asked.request, asked.children
+        )
+        placement.moved(placed)
+        moved.append(worker)
+    assert sorted(moved) == ["d1", "d1", "d2", "d2"]
+    table, state = desk.accounts.state.table, desk.accounts.state
+    rows = [state.row_of(f"d{number}") for number in range(3)]
+    assert table["committed_pages"][rows[0]] == 0 < table["committed_pages"][rows[1]]
+    for placement in placements:
+        placement.end()
+    assert desk.owes() == 0
+
+
+async def test_prompts_of_a_worker_that_failed_spread_over_the_others() -> None:
+    desk = Desk()
+    placements = [await desk.place(number, under_way=True) for number in range(4)]
+    for name in ("p1", "p2"):
+        desk.accounts.state.describe(name, Description("r", H100))
+        desk.accounts.heard(prefill_status(name), desk.clock.now())
+    workers = []
+    for placement in placements:
+        worker = await desk.placer.another_prefill(frozenset({"p0"}), "d0", frozenset())
+        placement.prefill_at(worker)
+        workers.append(worker)
+    assert sorted(workers) == ["p1", "p1", "p2", "p2"]
+    desk.accounts.forget("p0")
+    for placement in placements:
+        placement.end()
+    assert desk.owes() == 0
+
+
 async def test_answers_of_prefill_workers_alone_tell_nothing_of_the_length_of_others() -> None:
     desk = Desk()
     chat = dataclasses.replace(scoring(), prefill_only=False)
