@@ -248,7 +248,7 @@ def decodes_of(
     waits = (leaving > 0) & (here + waiting > 0)
     queue = np.zeros(len(rows))
     if np.count_nonzero(waits):
-        running = np.minimum(some, np.maximum(1.0, room))
+        running = np.minimum(some, np.maximum(1.0, table["slots"]))
         queue = np.where(waits, np.ceil(leaving) * query.typical_tokens * step / running, queue)
     return DecodeCosts(rows, queue, step, busy)
 
@@ -262,6 +262,9 @@ def _step_seconds(
     )
     sequences = np.maximum(sequences, table["most_sequences"])
     contexts = np.maximum(contexts, table["most_contexts"])
+    # More sequences than slots wait for a slot, and are in no step.
+    stepped = np.minimum(1.0, np.maximum(1.0, table["slots"] / ranks) / sequences)
+    sequences, contexts = stepped * sequences, stepped * contexts
     if side.speed is not None and len(sequences):
         return side.speed.step_seconds(sequences, contexts)
     step = np.empty(len(sequences))

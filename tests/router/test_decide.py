@@ -274,7 +274,7 @@ def test_a_full_decode_side_holds_and_the_wait_is_littles_law() -> None:
     )
 
 
-def test_no_more_sequences_than_a_worker_has_slots_leave_at_once() -> None:
+def test_no_more_sequences_than_a_worker_has_slots_are_in_a_step_and_leave_at_once() -> None:
     described = Description("a/b/c", H100)
     accounts = accounts_of(
         {prefill_status("p0"): described, decode_status("d0", slots=8): described}
@@ -285,8 +285,12 @@ def test_no_more_sequences_than_a_worker_has_slots_leave_at_once() -> None:
     terms = decision(accounts.state, query).terms
     (room,) = accounts.state.decode.room
     assert terms is not None and 8 <= room < 12
+    each = query.work.tokens
+    assert terms.step == pytest.approx(
+        speed_of(H100).model.decode_of(8, 8 * each).seconds, rel=0.03
+    )
     waits = 101 - room  # sequences that must end first
-    assert terms.decode_queue == pytest.approx(waits * 200 * terms.step / room, rel=0.1)
+    assert terms.decode_queue == pytest.approx(waits * 200 * terms.step / 8, rel=1e-6)
 
 
 def test_what_would_come_too_late_is_refused_with_the_time_that_it_is_late() -> None:
