@@ -179,7 +179,6 @@ class PlacementHandle:
         self._placed.prefill_sent(self._placer.now())
 
     def prefill_at(self, worker: str) -> None:
-        """Records that `worker` computes the prompt in place of the worker chosen before."""
         self._placed.prefill_at(worker)
 
     def moved(self, placed: Charges) -> None:
@@ -192,6 +191,7 @@ class PlacementHandle:
         """The workers are not yet marked as successful, because failover may have replaced the
         prefill worker and the KV transfer may still fail."""
         self._prefilled = True
+        self._placer.due.discard(self)
         self._placed.prefilled()
         self._placer.coming.computed(self._coming, self._placer.now())
         self._placer.changed()
@@ -201,7 +201,7 @@ class PlacementHandle:
         None if `decode` computed the KV itself."""
         self._placer.events.handed_over(prefill, decode)
         if prefill:
-            self._placer.pair_succeeded(prefill, decode)
+            self._placer.pairs.succeeded((prefill, decode))
         self.worked({prefill or decode, decode})
 
     def lost(self, prefill: str, decode: str) -> None:
@@ -227,7 +227,7 @@ class PlacementHandle:
     def refused(self) -> None:
         """Gives the tenant back what it paid for a request that its workers refused."""
         if self._paid is not None:
-            self._placer.give_back(*self._paid)
+            self._placer.quotas.give_back(*self._paid)
             self._paid = None
 
     def end(self, failed: Iterable[str] = ()) -> None:
@@ -235,6 +235,7 @@ class PlacementHandle:
         prefilled and `worked` was not called, calls it for the other workers. A second call would
         be wrong, because the end of a long answer does not show a worker's present state."""
         self._placed.end()
+        self._placer.due.discard(self)
         self._placer.coming.ended(self._coming)
         failed = frozenset(failed)
         decision = self.decision
@@ -269,20 +270,21 @@ class Placer:
         self._affinity = settings.affinity
         self.coming = ComingPrefixes()
         self.lengths = LearnedLengths()
+        self.due: set[PlacementHandle] = set()  # attempts without a first token
         self._config = config
         self._clock = clock
         self._counters = counters
         self._refresh = refresh
         self._backoff = timeouts.request.breaker
-        self._quotas = Quotas(config.quotas(), config.quota_burst_seconds, settings.spending)
+        self.quotas = Quotas(config.quotas(), config.quota_burst_seconds, settings.spending)
         self._breakers: dict[str, tuple[int, Breaker]] = {}
-        self._pairs = PairBreakers(self._backoff)
+        self.pairs = PairBreakers(self._backoff)
         self.waits = refresh is None
         self._absent_look_seconds = timeouts.request.absent_look_seconds
         self._returning: list[tuple[PlacementRequest, float]] = []  # each with its time of return
         self._deferred_by = ""
         self._queue: AdmissionQueue[_Sized, PlacementHandle] = AdmissionQueue(
-            config.weights(), clock, timeouts.request, self._place_head, self._renew
+            config.weights(), clock, timeouts.request, self._try, self._renew
         )
         self._sessions = SessionWorkers()
         self._lateness = Lateness()
@@ -322,7 +324,7 @@ class Placer:
             NoWorkerError: No worker of a needed role takes requests, and none can return.
         """
         await self._renew()
-        request, now = asked.request, self.now()
+        request = asked.request
         # Prompt log-probabilities require that the whole prompt is computed.
         whole = request.sampling.prompt_logprobs is not None
         # An empty index is falsy, but it may have the prompt when the request is placed.
@@ -336,23 +338,20 @@ class Placer:
             return await self._place_again(_Sized(asked, work, known, blocks))
         cost = work.tokens + OUTPUT_COST * work.children * work.expected_tokens
         sized = _Sized(asked, work, known, blocks, cost)
-        self._take_quota(request.tenant, cost, now)
+        self._take_quota(request.tenant, cost)
         try:
             due = asked.arrived_at + self._limit(asked)
             ahead, beside_queue = 0.0, not self._queue.overtakes(request.priority)
             if beside_queue:
                 ahead = self._queue.seconds_ahead(request.tenant, cost, due, request.priority)
-            handle = self._try(sized, now, ahead, beside_queue)
+            handle = self._try(sized, ahead, beside_queue)
             if handle is not None:
                 return handle
             self._counters.add("requests_held")
             return await self._queue.wait(sized, request.tenant, cost, due, request.priority)
         except BaseException:  # a refused, cancelled or failed request is not charged
-            self.give_back(request.tenant, cost)
+            self.quotas.give_back(request.tenant, cost)
             raise
-
-    def give_back(self, tenant: str, cost: float) -> None:
-        self._quotas.give_back(tenant, cost)
 
     def most_computed(self, decode: str) -> float:
         state = self.accounts.state
@@ -368,7 +367,7 @@ class Placer:
         """Returns another prefill worker for a sequence on `decode`. Raises NoWorkerError."""
         await self._renew()
         state, now = self.accounts.state, self.now()
-        broken = self._pairs.broken(state.life, now)
+        broken = self.pairs.broken(state.life, now)
         return another_prefill(state, avoid, now, self._rules, decode, broken, unfit)
 
     async def another_decode(
@@ -426,10 +425,7 @@ class Placer:
     def pair_failed(self, prefill: str, decode: str) -> None:
         life = self.accounts.state.life
         self._counters.add("pairs_failed")
-        self._pairs.failed((prefill, decode), (life(prefill), life(decode)), self.now())
-
-    def pair_succeeded(self, prefill: str, decode: str) -> None:
-        self._pairs.succeeded((prefill, decode))
+        self.pairs.failed((prefill, decode), (life(prefill), life(decode)), self.now())
 
     def _breaker(self, worker: str) -> Breaker | None:
         life, breaker = self._breakers.get(worker, (-1, None))
@@ -438,7 +434,7 @@ class Placer:
     # ---- one decision
 
     async def _place_again(self, sized: _Sized) -> PlacementHandle:
-        handle = self._try(sized, self.now())
+        handle = self._try(sized)
         if handle is not None:
             return handle
         entry = sized.asked, self.now()
@@ -446,7 +442,7 @@ class Placer:
         try:
             while handle is None:
                 await self._clock.sleep(self._absent_look_seconds)
-                handle = self._try(sized, self.now())
+                handle = self._try(sized)
             return handle
         finally:
             self._returning = [other for other in self._returning if other is not entry]
@@ -460,26 +456,27 @@ class Placer:
 
     def _expecting(self, error: NoWorkerError) -> NoWorkerError:
         absences, now = self.accounts.absences, self.now()
-        expected, away = (
-            absences.expected_seconds(error.role, now),
-            absences.away_seconds(error.role, now),
-        )
+        expected = absences.expected_seconds(error.role, now)
+        away = absences.away_seconds(error.role, now)
         error.retry_after_seconds = expected
         since = "" if away is None else f"; the last one left {away:.0f} s ago"
         error.message += f"{since}; expected in about {expected:.0f} s"
         return error
 
-    def _place_head(self, sized: _Sized) -> PlacementHandle | None:
-        return self._try(sized, self.now())
-
     def _try(
-        self, sized: _Sized, now: float, ahead_seconds: float = 0.0, beside_queue: bool = False
+        self, sized: _Sized, ahead_seconds: float = 0.0, beside_queue: bool = False
     ) -> PlacementHandle | None:
         """If `beside_queue` is set, other requests already wait and must not be overtaken. The
         request is then not placed even if workers are free."""
+        now = self.now()
         query = self._ask(sized, now, ahead_seconds)
         try:
             answer = decide(self.accounts.state, query, now, self._rules)
+            if isinstance(answer, Refusal) and not self.due:
+                # Refused requests give no outcomes, so that a delay that is over could otherwise
+                # cause refusals forever. One request at a time tries the uncorrected prediction.
+                query = replace(query, corrections=NO_CORRECTIONS)
+                answer = decide(self.accounts.state, query, now, self._rules)
         except NoWorkerError as error:
             too_late = not query.under_way and query.age_seconds > query.limit_seconds
             if not self.waits or too_late:
@@ -525,7 +522,7 @@ class Placer:
             self.lengths.typical_tokens,
             asked.request.sampling.prompt_logprobs is not None,
             self._corrections.current,
-            self._pairs.broken(self.accounts.state.life, now),
+            self.pairs.broken(self.accounts.state.life, now),
             self.coming.known(sized.blocks, now),
             {} if adapter is None else self.accounts.state.adapter_loads(adapter.digest),
             self.accounts.state.yielding(asked.request.priority),
@@ -544,7 +541,7 @@ class Placer:
                 breaker.placed(now)
                 self.accounts.bar(worker, breaker.barred_until)
         if decision.prefill and decision.decode:
-            self._pairs.placed((decision.prefill, decision.decode), now)
+            self.pairs.placed((decision.prefill, decision.decode), now)
         until = paced_until(self.accounts.state, query, decision, self._rules, now)
         if until is not None:
             self.accounts.pace(decision.decode, until)
@@ -564,7 +561,9 @@ class Placer:
         coming = self.coming.placed(sized.blocks, computes) if waits and sized.blocks.names else 0
         entry = self._remember(sized, query, decision, now)
         paid = sized.asked.request.tenant, sized.cost
-        return PlacementHandle(decision, placed, self, entry, coming, paid)
+        handle = PlacementHandle(decision, placed, self, entry, coming, paid)
+        self.due.add(handle)
+        return handle
 
     def _remember(
         self, sized: _Sized, query: PlacementQuery, answer: Decision | Refusal, now: float
@@ -574,9 +573,9 @@ class Placer:
         self._entries.append(entry)
         return entry
 
-    def _take_quota(self, tenant: str, cost: float, now: float) -> None:
+    def _take_quota(self, tenant: str, cost: float) -> None:
         try:
-            self._quotas.take(tenant, cost, now)
+            self.quotas.take(tenant, cost, self.now())
         except OverloadedError:
             self._counters.add("rejections", cause="quota")
             raise

@@ -247,17 +247,40 @@ async def test_the_end_of_a_long_answer_lets_nobody_back_who_has_failed_since() 
     assert barred == {worker}
 
 
-@pytest.mark.parametrize(("measured", "told"), [(False, "assumed"), (True, "learned")])
-async def test_only_outcomes_of_measured_times_correct_the_predictions_of_all(
-    measured: bool, told: str
-) -> None:
-    steps = ((1, 1, 0.01), (8, 1, 0.012))
-    times = StepTimes((512,), ((512, 0, 0.05),), (1, 8), steps) if measured else None
+def undescribed(times: StepTimes | None, routing: RoutingConfig | None = None) -> Desk:
     described = Description("r", replace(H100, hardware=None))
-    desk = Desk()
+    desk = Desk(routing)
     for status in (prefill_status("p0"), decode_status("d0")):
         desk.accounts.state.describe(status.name, described)
         desk.accounts.heard(msgspec.structs.replace(status, times=times), desk.clock.now())
+    return desk
+
+
+MEASURED = StepTimes((512,), ((512, 0, 0.05),), (1, 8), ((1, 1, 0.01), (8, 1, 0.012)))
+
+
+async def test_after_one_late_first_token_one_request_at_a_time_tries_whether_it_is_over() -> None:
+    desk = undescribed(MEASURED, RoutingConfig(ttft_slo_seconds=2.0))
+    slow = await desk.place()
+    slow.prefilled()
+    slow.measured_ttft(60.0)
+    slow.end()
+    for number in range(8):
+        trying = await desk.place(number)
+        if not number:
+            with pytest.raises(OverloadedError, match="2 s is the limit"):
+                await desk.place(100)
+        trying.prefilled()
+        trying.measured_ttft(0.05)
+        trying.end()
+    await asyncio.gather(*(desk.place(number) for number in range(200, 204)))
+
+
+@pytest.mark.parametrize(("times", "told"), [(None, "assumed"), (MEASURED, "learned")])
+async def test_only_outcomes_of_measured_times_correct_the_predictions_of_all(
+    times: StepTimes | None, told: str
+) -> None:
+    desk = undescribed(times)
     for number in range(30):
         placement = await desk.place(number)
         placement.measured_ttft(5.0)
