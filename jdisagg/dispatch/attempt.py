@@ -403,9 +403,9 @@ class Attempt:
     # ---- workers
 
     async def _another_prefill(self, held: ReservationHandle) -> str:
-        run, failed = self._run, frozenset(self.failed)
-        another = self._context.placer.another_prefill
-        worker = await another(run.avoid | failed, held.worker, run.unfit)
+        run, placer = self._run, self._context.placer
+        avoid = run.avoid(placer.life) | self.failed
+        worker = await placer.another_prefill(avoid, held.worker, run.unfit)
         self._placement.prefill_at(worker)
         return worker
 

@@ -58,7 +58,7 @@ class Migration:
     async def _take_over(self, children: tuple[Child, ...], source: HandoffSource) -> None:
         context, run, spans = self._context, self._run, None
         try:
-            avoid = frozenset({self._origin}) | run.avoid | run.unfit
+            avoid = run.avoid(context.placer.life) | run.unfit | {self._origin}
             worker, self._placed = await context.placer.another_decode(
                 avoid, self._origin, run.request, children
             )

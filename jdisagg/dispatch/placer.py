@@ -358,6 +358,9 @@ class Placer:
         row = state.row(decode)
         return math.inf if row is None else float(most_computed(state.table)[row])
 
+    def life(self, worker: str) -> int:
+        return self.accounts.state.life(worker)
+
     def weights(self, worker: str) -> str:
         return self.accounts.state.weights(worker)
 

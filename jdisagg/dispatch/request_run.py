@@ -132,7 +132,7 @@ class RequestRun:
         self.unreached = 0  # number of attempts in a row that no worker received
         self.first_placement: PlacementHandle | None = None
         self.failures: dict[int, int] = {}  # by child
-        self.avoid: frozenset[str] = frozenset()  # workers that failed
+        self.failed: set[tuple[str, int]] = set()  # workers that failed, with their registrations
         self.unfit: frozenset[str] = frozenset()  # workers that cannot serve the request
         self.cause: UnavailableError | None = None
         self.as_planned = not self.resumed  # whether one attempt has sufficed so far
@@ -231,6 +231,11 @@ class RequestRun:
         computed. `block_tokens`: length of the decode worker's cached blocks, or 0."""
         if self._cached is None:
             self._cached, self._block_tokens = tokens, block_tokens
+
+    def avoid(self, life: Callable[[str], int]) -> frozenset[str]:
+        """Returns the workers that failed and have not registered again. `life` is a function that
+        returns the number of a worker's present registration."""
+        return frozenset([worker for worker, failed in self.failed if failed == life(worker)])
 
     def next_attempt(self) -> int:
         self._attempt += 1

@@ -82,6 +82,9 @@ class Workers:
 class TheOnlyOnes:
     """Places everything on the one pair."""
 
+    def life(self, worker: str) -> int:
+        return 1
+
     def most_computed(self, decode: str) -> float:
         return math.inf
 
