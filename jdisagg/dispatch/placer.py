@@ -28,7 +28,7 @@ from jdisagg.plain import plain
 from jdisagg.request import Request
 from jdisagg.router.accounts import Accounts, Charges, Work
 from jdisagg.router.admission import Lateness, Quotas, limit_seconds
-from jdisagg.router.candidates import Breaker, PairBreakers, candidates
+from jdisagg.router.candidates import Breakers, candidates
 from jdisagg.router.cost_terms import most_computed, paced_until
 from jdisagg.router.decision import (
     NO_ROUTER_EVENTS,
@@ -275,10 +275,11 @@ class Placer:
         self._clock = clock
         self._counters = counters
         self._refresh = refresh
-        self._backoff = timeouts.request.breaker
         self.quotas = Quotas(config.quotas(), config.quota_burst_seconds, settings.spending)
-        self._breakers: dict[str, tuple[int, Breaker]] = {}
-        self.pairs = PairBreakers(self._backoff)
+        life, backoff = accounts.state.life, timeouts.request.breaker
+        self._breakers = Breakers[tuple[str]](life, backoff=backoff)
+        # The decode worker has tried each block of a failed transfer several times.
+        self.pairs = Breakers[tuple[str, str]](life, most_failures=1, backoff=backoff)
         self.waits = refresh is None
         self._absent_look_seconds = timeouts.request.absent_look_seconds
         self._returning: list[tuple[PlacementRequest, float]] = []  # each with its time of return
@@ -370,7 +371,7 @@ class Placer:
         """Returns another prefill worker for a sequence on `decode`. Raises NoWorkerError."""
         await self._renew()
         state, now = self.accounts.state, self.now()
-        broken = self.pairs.broken(state.life, now)
+        broken = self.pairs.barred(now)
         return another_prefill(state, avoid, now, self._rules, decode, broken, unfit)
 
     async def another_decode(
@@ -408,31 +409,15 @@ class Placer:
     # ---- breakers
 
     def failed(self, worker: str) -> None:
-        state = self.accounts.state
-        breaker = self._breaker(worker)
-        if breaker is None:
-            self._breakers = {
-                name: kept for name, kept in self._breakers.items() if kept[0] == state.life(name)
-            }
-            if worker not in state:
-                return
-            breaker = Breaker(self._backoff)
-            self._breakers[worker] = state.life(worker), breaker
-        breaker.failed(self.now())
-        self.accounts.bar(worker, breaker.barred_until)
+        self.accounts.bar(worker, self._breakers.failed((worker,), self.now()))
 
     def succeeded(self, worker: str) -> None:
-        if self._breakers.pop(worker, None) is not None:
+        if self._breakers.succeeded((worker,)):
             self.accounts.bar(worker, 0.0)
 
     def pair_failed(self, prefill: str, decode: str) -> None:
-        life = self.accounts.state.life
         self._counters.add("pairs_failed")
-        self.pairs.failed((prefill, decode), (life(prefill), life(decode)), self.now())
-
-    def _breaker(self, worker: str) -> Breaker | None:
-        life, breaker = self._breakers.get(worker, (-1, None))
-        return breaker if life == self.accounts.state.life(worker) else None
+        self.pairs.failed((prefill, decode), self.now())
 
     # ---- one decision
 
@@ -525,7 +510,7 @@ class Placer:
             self.lengths.typical_tokens,
             asked.request.sampling.prompt_logprobs is not None,
             self._corrections.current,
-            self.pairs.broken(self.accounts.state.life, now),
+            self.pairs.barred(now),
             self.coming.known(sized.blocks, now),
             {} if adapter is None else self.accounts.state.adapter_loads(adapter.digest),
             self.accounts.state.yielding(asked.request.priority),
@@ -539,10 +524,9 @@ class Placer:
         self, sized: _Sized, query: PlacementQuery, decision: Decision, now: float
     ) -> PlacementHandle:
         self._counters.add("placements", reason=decision.kind)
-        for worker in decision.workers if self._breakers else ():
-            if (breaker := self._breaker(worker)) is not None:
-                breaker.placed(now)
-                self.accounts.bar(worker, breaker.barred_until)
+        for worker in decision.workers:
+            if until := self._breakers.placed((worker,), now):
+                self.accounts.bar(worker, until)
         if decision.prefill and decision.decode:
             self.pairs.placed((decision.prefill, decision.decode), now)
         until = paced_until(self.accounts.state, query, decision, self._rules, now)

@@ -353,7 +353,7 @@ async def test_breakers_of_processes_that_left_are_not_kept() -> None:
         desk.accounts.forget(worker)
     desk.placer.failed("d1")
     desk.placer.failed("d2")
-    assert list(vars(desk.placer)["_breakers"]) == ["d2"]
+    assert list(vars(vars(desk.placer)["_breakers"])["_breakers"]) == [("d2",)]
 
 
 async def test_a_prompt_is_hashed_once_however_often_it_is_looked_at() -> None:
