@@ -93,7 +93,7 @@ class ChildRun:
             return self.aside_seconds
         return self.aside_seconds + now - self.aside_since
 
-    def count(self, tokens: int, now: float) -> None:
+    def count(self, now: float) -> None:
         if self.first_at is None:
             self.first_at = now
         if self.second_at is None and len(self.accepted) - self.resumed_tokens > 1:
@@ -316,7 +316,7 @@ class RequestRun:
         if self.first_token_at is None:
             self.first_token_at = now
         if kept:
-            child.count(len(kept), now)
+            child.count(now)
         usage = timings = None
         if child.finish is not None:
             self._unfinished -= 1

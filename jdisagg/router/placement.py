@@ -30,7 +30,6 @@ from jdisagg.router.cost_terms import (
     DecodeCosts,
     LocalCosts,
     PrefillCosts,
-    Trusted,
     decodes_of,
     known_at,
     known_to,
@@ -125,13 +124,10 @@ def weigh(
     now: float,
     policy: PlacementPolicy,
 ) -> Weighed:
-    every = prefills_of(state, prefills.side, prefills.rows, prefills.table, query)
-    side = decodes_of(state, decodes.side, decodes.rows, decodes.table, query, policy)
+    every = prefills_of(state, prefills, query)
+    side = decodes_of(state, decodes, query, policy)
     if policy.peer_fetch and query.cached and len(prefills):
-        trusted = Trusted(prefills.trusted, decodes.trusted)
-        every = with_fetches(
-            state, prefills.side, every, prefills.table, side, trusted, query, policy
-        )
+        every = with_fetches(state, prefills, every, decodes, side, query, policy)
     against, places = prefills.penalties, None
     spared = WORTH_TO_OTHERS * every.spared
     if len(prefills) > MOST_PREFILLS:
@@ -209,7 +205,7 @@ def _weigh_alone(
 ) -> tuple[LocalCosts, Array]:
     """Running streams stall while the prompt is computed, and the lost time is charged to this
     request. Where prefill workers exist, a decode worker computes at most one chunk."""
-    local = local_prefills(state, decodes.side, side, decodes.table, query, now)
+    local = local_prefills(state, decodes, side, query, now)
     costs = local.costs
     ttft = np.maximum(costs.queue, side.queue) + costs.prefill
     ttft = _corrected(ttft, query.corrections.append)
