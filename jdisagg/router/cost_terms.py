@@ -224,7 +224,7 @@ def decodes_of(
         now_short -= _each(yielding[1], ranks)
         staying = here - yielding[0]
         slow = slow & (yielding[0] < work.children)
-    later_short = _each(committed + _pages(work, page, work.expected_tokens) - total, ranks)
+    later_short = committed + _pages(work, page, work.expected_tokens) - total
     room = side.room if rows is side.rows else side.room.take(side.rows.searchsorted(rows))
     slots_short = staying + work.children - room
     shortest = np.maximum(np.maximum(now_short, later_short), slots_short)
@@ -232,8 +232,11 @@ def decodes_of(
     if not late and np.maximum.reduce(shortest, initial=0.0) <= 0:
         zeros = side.zeros if rows is side.rows else np.zeros(len(rows))
         return DecodeCosts(rows, zeros, step, busy, room=True)
+    # Pages that the end of a sequence frees now, and those that it would have used later.
     each = np.maximum(1.0, used / np.maximum(1.0, here))
-    leaving = np.maximum(np.maximum(now_short, later_short) / each, slots_short) + waiting
+    later_each = np.maximum(1.0, committed / np.maximum(1.0, staying))
+    leaving = np.maximum(now_short / each, later_short / later_each)
+    leaving = np.maximum(leaving, slots_short) + waiting
     if np.count_nonzero(slow):
         leaving = np.where(slow & (leaving < 1.0), 1.0, leaving)
     # An empty worker never gets more room, and refuses requests that need more than it has.

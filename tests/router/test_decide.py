@@ -260,6 +260,27 @@ def test_pages_for_the_expected_growth_of_all_that_is_there_are_kept() -> None:
     )
 
 
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_who_waits_for_pages_of_later_growth_waits_for_as_many_ends_as_free_them(
+    ranks: int,
+) -> None:
+    """Eight sequences have used a page each, and will use nearly all: one of them must end."""
+    each, pages, long = 8 // ranks, 4096 // ranks, Work(16, expected_tokens=8000)
+    worker = msgspec.structs.replace(
+        decode_status("d0", (each,) * ranks, (16 * each,) * ranks, (pages - each,) * ranks),
+        total_pages=(pages,) * ranks,
+    )
+    described = Description("r", H100)
+    accounts = accounts_of({prefill_status("p0"): described, worker: described})
+    for _ in range(8):
+        accounts.place("p0", "d0", long, 0.0)
+    accounts.heard(worker, 1.0)
+    terms = decision(
+        accounts.state, PlacementQuery(long, typical_tokens=8000.0, under_way=True)
+    ).terms
+    assert terms.decode_queue == pytest.approx(8000 * terms.step / 8)
+
+
 def test_a_full_decode_side_holds_and_the_wait_is_littles_law() -> None:
     full = decode_status("d0", (100,), (100000,), free=(0,))
     query = replace(ASK, typical_tokens=200.0)
