@@ -409,11 +409,11 @@ class Placer:
     # ---- breakers
 
     def failed(self, worker: str) -> None:
-        self.accounts.bar(worker, self._breakers.failed((worker,), self.now()))
+        self.accounts.state.bar(worker, self._breakers.failed((worker,), self.now()))
 
     def succeeded(self, worker: str) -> None:
         if self._breakers.succeeded((worker,)):
-            self.accounts.bar(worker, 0.0)
+            self.accounts.state.bar(worker, 0.0)
 
     def pair_failed(self, prefill: str, decode: str) -> None:
         self._counters.add("pairs_failed")
@@ -526,12 +526,12 @@ class Placer:
         self._counters.add("placements", reason=decision.kind)
         for worker in decision.workers:
             if until := self._breakers.placed((worker,), now):
-                self.accounts.bar(worker, until)
+                self.accounts.state.bar(worker, until)
         if decision.prefill and decision.decode:
             self.pairs.placed((decision.prefill, decision.decode), now)
         until = paced_until(self.accounts.state, query, decision, self._rules, now)
         if until is not None:
-            self.accounts.pace(decision.decode, until)
+            self.accounts.state.pace(decision.decode, until)
         computes = decision.prefill or decision.decode
         work = Work(
             query.work.tokens,

@@ -103,25 +103,6 @@ class Accounts:
         if still:
             self._fresh[worker] = still
 
-    def bar(self, worker: str, until: float) -> None:
-        """Makes placement avoid a worker until time `until`. The worker is still chosen if there is
-        no other worker."""
-        row = self.state.row(worker)
-        if row is not None:
-            self.state.bar(row, until)
-
-    def pace(self, worker: str, until: float) -> None:
-        row = self.state.row(worker)
-        if row is not None:
-            self.state.table["paced_until"][row] = until
-
-    def excuse(self, worker: str, heard_at: float) -> None:
-        """Sets the time of a worker's last heartbeat. Called after a period in which this router
-        could not receive heartbeats."""
-        row = self.state.row(worker)
-        if row is not None:
-            self.state.hear(row, heard_at)
-
     def forget(self, name: str) -> None:
         self._fresh.pop(name, None)
         self.state.forget(name)

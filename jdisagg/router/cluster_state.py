@@ -354,13 +354,24 @@ class ClusterState:
         self._forget_speeds()
         self._change_form()
 
-    def bar(self, row: int, until: float) -> None:
-        self.table["barred_until"][row] = until
+    def bar(self, name: str, until: float) -> None:
+        """Makes placement avoid a worker until time `until`. The worker is still chosen if there is
+        no other worker."""
+        self._set(name, "barred_until", until)
         self.barred_until = max(self.barred_until, until)
 
-    def hear(self, row: int, at: float) -> None:
-        self.table["heard_at"][row] = at
-        self._heard_since = min(self._heard_since, at)
+    def pace(self, name: str, until: float) -> None:
+        self._set(name, "paced_until", until)
+
+    def excuse(self, name: str, heard_at: float) -> None:
+        """Sets the time of a worker's last heartbeat. Called after a period in which this router
+        could not receive heartbeats."""
+        self._set(name, "heard_at", heard_at)
+        self._heard_since = min(self._heard_since, heard_at)
+
+    def _set(self, name: str, column: str, value: float) -> None:
+        if (row := self._rows.get(name)) is not None:
+            self.table[column][row] = value
 
     def silent_for(self, now: float, most: float) -> bool:
         if now - self._heard_since > most:

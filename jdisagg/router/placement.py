@@ -488,32 +488,17 @@ def _with_source(
     query: PlacementQuery,
     policy: PlacementPolicy,
 ) -> Decision:
-    source, tokens = _source(state, prefills, decodes, query, policy)
-    return (
-        _fetching(decision, state.name(source), tokens)
-        if tokens > decision.cached_tokens
-        else decision
-    )
-
-
-def _source(
-    state: ClusterState,
-    prefills: Candidates,
-    decodes: Candidates,
-    query: PlacementQuery,
-    policy: PlacementPolicy,
-) -> tuple[int, int]:
     """A decode worker is chosen only if it has more tokens cached than any prefill worker."""
-    found = -1, 0
+    found, found_tokens = -1, decision.cached_tokens
     kinds = (prefills, decodes) if policy.fetch_from_decode else (prefills,)
     for some in kinds if policy.peer_fetch else ():
         at, tokens = known_at(state, some.rows, query)
         tokens = np.where(some.against[at] < BARRED, tokens, 0.0)
         most = int(tokens.max(initial=0.0))
-        if most > found[1]:
+        if most > found_tokens:
             # The lowest row, so that the order of reports does not matter.
-            found = int(some.rows[at[tokens == most].min()]), most
-    return found
+            found, found_tokens = int(some.rows[at[tokens == most].min()]), most
+    return decision if found < 0 else _fetching(decision, state.name(found), found_tokens)
 
 
 def _known(tokens: int) -> str:
