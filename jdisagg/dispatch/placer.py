@@ -283,7 +283,7 @@ class Placer:
         self.waits = refresh is None
         self._absent_look_seconds = timeouts.request.absent_look_seconds
         self._returning: list[tuple[PlacementRequest, float]] = []  # each with its time of return
-        self._deferred_by = ""
+        self._deferred = Deferred("")  # the latest
         self._queue: AdmissionQueue[_Sized, PlacementHandle] = AdmissionQueue(
             config.weights(), clock, timeouts.request, self._try, self._renew
         )
@@ -313,7 +313,7 @@ class Placer:
             for sized in self._queue.first(SHOWN_WAITING)
         ]
         return tuple(
-            WaitingRequest(asked.request.request_id, place, seconds, self._deferred_by)
+            WaitingRequest(asked.request.request_id, place, seconds, self._deferred.reason)
             for place, (asked, seconds) in enumerate((*again, *queued)[:SHOWN_WAITING], 1)
         )
 
@@ -342,7 +342,8 @@ class Placer:
         self._take_quota(request.tenant, cost)
         try:
             due = asked.arrived_at + self._limit(asked)
-            ahead, beside_queue = 0.0, not self._queue.overtakes(request.priority)
+            passes = request.prefill_only and self._deferred.for_room
+            ahead, beside_queue = 0.0, not (passes or self._queue.overtakes(request.priority))
             if beside_queue:
                 ahead = self._queue.seconds_ahead(request.tenant, cost, due, request.priority)
             handle = self._try(sized, ahead, beside_queue)
@@ -472,7 +473,7 @@ class Placer:
             self._queue.absent = True
             answer = Deferred(self._expecting(error).message)
         if isinstance(answer, Deferred):
-            self._deferred_by = answer.reason
+            self._deferred = answer
             return None
         if beside_queue and not isinstance(answer, Refusal):
             self.changed()  # the requests in the queue may fit, too

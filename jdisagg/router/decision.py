@@ -196,9 +196,11 @@ class Decision:
 
 @plain
 class Deferred:
-    """No worker can start the request now, so it waits at the router."""
+    """No worker can start the request now, so it waits at the router. `for_room`: whether it waits
+    for a decode worker, so that a prefill-only request may start before it."""
 
     reason: str
+    for_room: bool = False
 
 
 @plain

@@ -434,9 +434,8 @@ def _admitted(
         )
         return Refusal(reason, retry_after(ttft - query.limit_seconds))
     if decision.terms.decode_queue > 0 and (policy.decode_first or decision.prefill is None):
-        return Deferred(
-            f"no decode worker has room; the next is expected in {_ms(decision.terms.decode_queue)}"
-        )
+        expected = _ms(decision.terms.decode_queue)
+        return Deferred(f"no decode worker has room; the next is expected in {expected}", True)
     queue = decision.terms.prefill_queue
     if decision.prefill is not None and decision.cached_tokens:
         queue = min(queue, float(weighed.prefills.queue.min()))

@@ -108,6 +108,17 @@ async def test_an_answer_of_a_prefill_worker_alone_neither_waits_for_decode_work
     assert desk.owes() == 0
 
 
+async def test_an_answer_of_a_prefill_worker_alone_passes_those_that_wait_for_decode_workers():
+    desk = Desk()
+    desk.fill()
+    waiting = asyncio.create_task(desk.place())
+    await asyncio.sleep(0.3)
+    asked = PlacementRequest(scoring(), (Child(0),), desk.clock.now(), desk.clock.now() + 9.0)
+    assert (await asyncio.wait_for(desk.placer.place(asked), 0.01)).decision.workers == {"p0"}
+    assert not waiting.done()
+    waiting.cancel()
+
+
 async def test_sequences_that_leave_a_worker_spread_before_the_others_report() -> None:
     desk = Desk(decodes=3)
     placements = [await desk.place(number) for number in range(4)]
