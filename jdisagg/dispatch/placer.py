@@ -534,22 +534,19 @@ class Placer:
         if until is not None:
             self.accounts.state.pace(decision.decode, until)
         computes = decision.prefill or decision.decode
-        work = Work(
-            query.work.tokens,
-            max(decision.cached_tokens, decision.peer_tokens, query.coming_to(computes)),
-            query.work.children,
-            query.work.expected_tokens,
-        )
+        coming = min(query.coming.get(computes, 0), query.most_known)
+        cached = max(decision.cached_tokens, decision.peer_tokens, coming)
+        work = replace(query.work, cached_tokens=cached)
         if sized.asked.request.hints is not None:
             self._sessions.placed(sized.asked.request, decision.workers)
         placed = self.accounts.place(decision.prefill, decision.decode, work, now)
         # Only on these workers do prompts wait for each other's blocks.
         table, row = self.accounts.state.table, self.accounts.state.row_of(decision.decode)
         waits = decision.prefill is not None or bool(table.flag("mixed")[row])
-        coming = self.coming.placed(sized.blocks, computes) if waits and sized.blocks.names else 0
+        key = self.coming.placed(sized.blocks, computes) if waits and sized.blocks.names else 0
         entry = self._remember(sized, query, decision, now)
         paid = sized.asked.request.tenant, sized.cost
-        handle = PlacementHandle(decision, placed, self, entry, coming, paid)
+        handle = PlacementHandle(decision, placed, self, entry, key, paid)
         self.due.add(handle)
         return handle
 

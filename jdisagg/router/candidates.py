@@ -104,9 +104,7 @@ def usable(
     avoided, unfit = dict.fromkeys(query.avoid, FAILED), dict.fromkeys(query.unfit, UNFIT)
     for penalties in (avoided, unfit, query.loads):
         for name, seconds in penalties.items():
-            row = state.row(name)
-            if row is not None:
-                against[rows == row] += seconds
+            against[rows == state.row_of(name)] += seconds
     return Candidates(side, rows, table, against)
 
 

@@ -98,9 +98,6 @@ class PlacementQuery:
         block of the last token must be computed."""
         return (self.work.tokens - 1) // self.block_tokens * self.block_tokens
 
-    def coming_to(self, worker: str) -> int:
-        return min(self.coming.get(worker, 0), self.most_known)
-
 
 @dataclass(frozen=True, slots=True)
 class PlacementPolicy:
