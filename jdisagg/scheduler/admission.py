@@ -285,6 +285,7 @@ class Admission:
     def _put_back(self, prompt: Prompt) -> None:
         self._idle.remove(prompt)
         self.release(prompt)
+        self.prompts.stall(prompt.key)  # those before it in the queue would wait for it
         self.enqueue(prompt)
 
     # ---- who gives way
