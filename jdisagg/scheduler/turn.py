@@ -367,12 +367,13 @@ class Scheduler:
         if state.news:
             turn.news = state.take_news()
         if state.cut:
-            turn.cut = state.take_cut()
+            turn.cut, state.cut = state.cut, []
         return turn
 
     def _forget_ended(self) -> None:
-        for key in self._state.take_ended():
+        for key in self._state.ended:
             self.prompts.forget(key)
+        self._state.ended.clear()
 
     def _issue(self, turn: Turn, now: Facts, step: int, stalled: frozenset[str]) -> None:
         if not self._decodes:

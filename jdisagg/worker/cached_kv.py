@@ -99,10 +99,6 @@ class CachedKv:
             tiers.append(KeptTier("snapshots", count, filled * size, total * size))
         return (*tiers, *(tier for source in self._sources for tier in source.stats()))
 
-    def blocks(self, worker: str) -> Iterator[KeptBlock]:
-        tiers = {source.name: source.listed() for source in self._sources}
-        return kept_blocks(worker, self._kept, tiers)
-
     def used(self, prompt: Prompt, rank: int, cached_tokens: int, restored: RestoredBlocks) -> None:
         """Counts the cached tokens of a prompt that has pages, by tier."""
         kept, counters = self._kept, self._counters

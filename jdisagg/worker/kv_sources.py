@@ -24,10 +24,10 @@ from jdisagg.messages.ports import HandoffSource
 from jdisagg.messages.worker_status import KeptTier
 from jdisagg.plain import plain
 from jdisagg.request import CachedTokens
+from jdisagg.scheduler.block_names import Tail
 from jdisagg.scheduler.host_blocks import TierBlock
 from jdisagg.scheduler.prices import Instead, Prices
 from jdisagg.scheduler.residency import Chain, Residency
-from jdisagg.scheduler.tails import Tail
 from jdisagg.telemetry import Counters
 
 _log = logging.getLogger(__name__)

@@ -14,7 +14,7 @@ from jdisagg.config import ConfigError, Mode, PrefixConfig
 from jdisagg.node.kv_events import KvEventPublisher
 from jdisagg.request import Request
 from jdisagg.scheduler import kept_events
-from jdisagg.scheduler.kept_events import KeptEvents
+from jdisagg.scheduler.kept_log import KeptEvents
 from jdisagg.scheduler.page_ledger import PageLedger
 from jdisagg.scheduler.residency import Residency
 from jdisagg.worker.worker import Worker
