@@ -16,6 +16,8 @@ import asyncio
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
+import msgspec
+
 from jdisagg.config import LimitsConfig
 from jdisagg.errors import HandoffError, IncompatiblePeerError, JdisaggError, UnavailableError
 from jdisagg.messages.ports import FetchCall, FirstToken, HandoffSource, SourceLost
@@ -201,8 +203,9 @@ class IncomingKv(KvSource):
         if group.key in self._state.groups:
             self._counters.add("handoffs_completed")
             self._counters.add("kv_bytes_received", received.bytes_moved)
-            firsts = incoming.firsts
-            received.firsts = tuple([firsts.get(first.child, first) for first in received.firsts])
+            known, end = incoming.firsts, received.end
+            firsts = tuple([known.get(first.child, first) for first in end.firsts])
+            received.end = msgspec.structs.replace(end, firsts=firsts)
             self._events.kv_complete(group, received)
 
     def _lost(
