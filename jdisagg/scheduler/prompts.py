@@ -23,7 +23,7 @@ from jdisagg.plain import plain
 from jdisagg.request import Identity, Request
 from jdisagg.scheduler.decode_state import DecodeState
 from jdisagg.scheduler.executor import MeshLimits
-from jdisagg.scheduler.prefill_batches import PrefillBatches
+from jdisagg.scheduler.prefill_batches import PrefillBatches, gathers
 from jdisagg.scheduler.prices import MovePrice
 from jdisagg.scheduler.residency import Chain
 from jdisagg.scheduler.sequences import Prompt
@@ -407,7 +407,7 @@ class Prompts:
     @property
     def gathering(self) -> bool:
         """Whether the queued prompts would wait for prompts of other dp ranks (`gather_steps`)."""
-        return self._steps_waited < self._limits.gather_steps and self._batches.gathers()
+        return self._steps_waited < self._limits.gather_steps and gathers(self._batches.queues)
 
     def next_chunk(
         self,

@@ -95,7 +95,7 @@ class IncomingHandoff:
         except BaseExceptionGroup as group:
             raise _typed(group) from group
         blocks = self.blocks.verified
-        self._check_coverage(end, blocks)
+        self._check_coverage(end)
         if end.moved or not blocks:
             self.line.acknowledge_all(tuple(block.offer_id for block in blocks))
         return Received(end, self._bytes_moved, self._now() - ended_at, blocks)
@@ -224,8 +224,8 @@ class IncomingHandoff:
                 )
                 expected.exception()
 
-    def _check_coverage(self, end: HandoffEnd, blocks: list[Offer]) -> None:
-        mesh, windows = self._to.mesh, self._to.windows
+    def _check_coverage(self, end: HandoffEnd) -> None:
+        blocks, mesh, windows = self.blocks.verified, self._to.mesh, self._to.windows
         whole = _covers(
             [block for block in blocks if block.kind is KvKind.POSITIONS],
             mesh.layer_groups,

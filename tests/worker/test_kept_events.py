@@ -13,7 +13,7 @@ import zmq.asyncio
 from jdisagg.config import ConfigError, Mode, PrefixConfig
 from jdisagg.node.kv_events import KvEventPublisher
 from jdisagg.request import Request
-from jdisagg.scheduler import kept_events
+from jdisagg.scheduler import kept_log
 from jdisagg.scheduler.kept_log import KeptEvents
 from jdisagg.scheduler.page_ledger import PageLedger
 from jdisagg.scheduler.residency import Residency
@@ -188,7 +188,7 @@ async def test_an_address_that_is_taken_is_named() -> None:
 
 
 def test_tokens_of_blocks_are_remembered_within_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kept_events, "REMEMBERED_BLOCKS", 2)
+    monkeypatch.setattr(kept_log, "REMEMBERED_BLOCKS", 2)
     held, calls = Held(), []
     events = held.kept.report(lambda: calls.append(1))
     assert events is not None
