@@ -131,7 +131,6 @@ class KeptEvents:
         self._pending = pending
         self._events: list[list[KeptEvent]] = [[] for _ in range(ranks)]
         self._tokens: OrderedDict[bytes, tuple[bytes | None, list[int]]] = OrderedDict()
-        self.unknown_blocks = 0  # blocks left out because their tokens were forgotten
 
     def named(self, chain: Sequence[bytes], first: int, tokens: Sequence[int]) -> None:
         """Stores the tokens of the blocks of `chain` from index `first` on. `tokens` are the tokens
@@ -157,8 +156,7 @@ class KeptEvents:
     def _stored(self, rank: int, name: bytes) -> None:
         found = self._tokens.get(name)
         if found is None:
-            self.unknown_blocks += 1
-            return
+            return  # its tokens were forgotten
         parent, tokens = found
         last = self._events[rank][-1] if self._events[rank] else None
         before = None if parent is None else _hash(parent)

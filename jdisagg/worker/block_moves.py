@@ -7,7 +7,7 @@ in the pages is the one that was computed at its source. Its states are those of
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from jdisagg.clock import within
 from jdisagg.errors import HandoffError
@@ -76,6 +76,7 @@ class Destination:
         )
 
 
+@dataclass(slots=True, eq=False)
 class ArrivingBlocks:
     """The blocks that one source offers for one destination, each with its state.
 
@@ -85,23 +86,15 @@ class ArrivingBlocks:
         last_insertion: Number of the newest command that inserts a block.
     """
 
-    def __init__(
-        self,
-        loop: StepLoop,
-        to: Destination,
-        link: Callable[[], PeerLink],
-        seconds: float,
-        name: str,
-    ) -> None:
-        self.count: Counter[BlockState] = Counter()
-        self.verified: list[Offer] = []
-        self.last_insertion = 0
-        self._states: dict[int, BlockState] = {}
-        self._loop = loop
-        self._to = to
-        self._link = link
-        self._seconds = seconds
-        self._name = name
+    _loop: StepLoop
+    _to: Destination
+    _link: Callable[[], PeerLink]
+    _seconds: float
+    _name: str
+    count: Counter[BlockState] = field(default_factory=Counter)
+    verified: list[Offer] = field(default_factory=list)
+    last_insertion: int = 0
+    _states: dict[int, BlockState] = field(default_factory=dict)
 
     @property
     def arriving(self) -> bool:

@@ -15,6 +15,7 @@ from jdisagg.costs.measured import StepTimes
 from jdisagg.errors import HandoffError, InvalidRequestError, UnavailableError
 from jdisagg.grammar.compiler import GrammarCompiler
 from jdisagg.messages.kept_blocks import KeptMark, KeptNews, KeptScheme
+from jdisagg.messages.packed import OLDEST, PROTOCOL
 from jdisagg.messages.ports import (
     Child,
     FetchCall,
@@ -45,7 +46,7 @@ from jdisagg.worker.host_tier import HostTier
 from jdisagg.worker.incoming_kv import IncomingKv, KvEvents
 from jdisagg.worker.kv_sources import KvSource, KvSources
 from jdisagg.worker.outgoing_kv import OutgoingKv
-from jdisagg.worker.peers import PeerResolver, Peers, SideCalls, hello_of
+from jdisagg.worker.peers import PeerResolver, Peers, SideCalls, words_of_layers
 from jdisagg.worker.senders import MigrationSender, PromptSender
 from jdisagg.worker.session_kv import SessionKv
 from jdisagg.worker.step_loop import DEPTH, StepLoop
@@ -132,13 +133,19 @@ class MeshWorker(KvEvents, ABC):
             before=self._copy_evicted,
         )
         self._calls = SideCalls(counters, timeouts)
-        self._hello = hello = hello_of(
-            context.name,
-            context.model_fingerprint,
-            mesh,
-            executor.card,
-            self.boot_id,
+        self._hello = hello = PeerHello(
+            protocol=PROTOCOL,
+            worker=context.name,
+            model_fingerprint=context.model_fingerprint,
+            kv_layers=words_of_layers(mesh.kv_spec),
+            kv_dtype=mesh.kv_spec.row_dtype,
+            layer_groups=mesh.layer_groups,
+            boot_id=self.boot_id,
             checksum_key=ids() if limits.verify else 0,
+            mesh=executor.card,
+            block_bytes=mesh.block_bytes,
+            windows_apart=mesh.windows_apart,
+            oldest_protocol=OLDEST,
             weights=context.weights.identity,
             tuning=context.tuning,
             tuned_apart=limits.tuned_apart,
