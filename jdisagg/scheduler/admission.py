@@ -524,7 +524,8 @@ class Admission:
                 copy = ledger.own(sequence.key, prompt_pages - 1)
                 assert copy is not None, "the group holds the page too"
                 group.copies.append((rank, *copy))
-            assert ledger.extend(sequence.key, own_pages) is not None, "room was checked"
+            extended = ledger.extend(sequence.key, own_pages)
+            assert extended is not None, "room was checked"
             group.children.append(sequence)
         self._state.add_group(group)
         return group
