@@ -241,7 +241,6 @@ class DecodeState:
         return tail
 
     def _cacheable(self, child: Sequence) -> bool:
-        """Whether the pages of a child have KV of the present weights."""
         current = child.group.epoch == self.residency.epoch
         return self.residency.on and child.stage is not Stage.RESERVED and current
 

@@ -468,8 +468,6 @@ class HostTier(Tier[Shelf]):
         pages: tuple[int, ...],
         files: Files | None,
     ) -> bool:
-        """Copies a block or snapshot to pages, from disk by way of host memory. Returns whether it
-        is intact."""
         rank = restore.plan.rank
         if block.pieces or files is None:
             return await self._copy_in(shelf, block, rank, pages)

@@ -48,6 +48,7 @@ class IncomingHandoff:
     ) -> None:
         self.line = line
         self.closed = False
+        self.task: asyncio.Task[None] | None = None  # that receives it for a reservation
         self.spoiled = False  # whether the checksum of a block differed from its sender's
         self._loop = loop
         self._to = to

@@ -174,8 +174,6 @@ class MigrationSender:
             self._outgoing.end(migration.handoff, HandoffError(reason))
 
     def _ended(self, key: int, error: JdisaggError | None) -> None:
-        """Handles the end of a migration's KV transfer. After success, the sequence ends on this
-        worker as moved. After an `error`, it runs decode steps on this worker again."""
         migration = self._migrations.pop(key)
         if migration.task is not asyncio.current_task():
             migration.task.cancel()

@@ -262,7 +262,6 @@ class Worker(MeshWorker):
             self._drop(task.prompt.key)
 
     def _seek(self, task: PromptTask) -> None:
-        """Lets a prompt wait for blocks of another prompt, for a restore, or for pages."""
         prompt, follows = task.prompt, self._prompts.follows(task.prompt)
         seeking, plan = self._tasks.seeking, None
         if task.handoff is not None:
