@@ -468,15 +468,8 @@ class Admission:
             if left < 0:
                 break
             promised += self._slots(later)
-        return room.begin_windows(
-            self._state.residency,
-            rank,
-            waiting.key,
-            waiting.chain,
-            waiting.tokens,
-            cached,
-            promised // len(ledgers),
-        )
+        kept, promised = self._state.residency, promised // len(ledgers)
+        return room.begin_windows(kept, rank, waiting, cached, promised)
 
     def _reserve(
         self, waiting: Prompt, need: _Need, place: _Place, lease_until: float

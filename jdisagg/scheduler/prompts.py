@@ -13,7 +13,7 @@ Invariants (each is a test of the same name in tests/scheduler/test_shared_promp
 """
 
 import sys
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -497,9 +497,9 @@ class Backlog:
             self._count(cached_tokens, tokens, 1)
 
     def by_priority(self) -> dict[int, int]:
-        tokens: dict[int, int] = {}
+        tokens = Counter[int]()
         for start, end, priority in self._prompts.values():
-            tokens[priority] = tokens.get(priority, 0) + end - start
+            tokens[priority] += end - start
         return tokens
 
     def computed(self, key: int, tokens: int) -> None:
