@@ -13,7 +13,7 @@ import contextlib
 import itertools
 import logging
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
@@ -330,33 +330,22 @@ class RestoredBlocks:
         return CachedTokens(pages=tokens - sum(found.values()), **found)
 
 
+@dataclass(slots=True, eq=False)
 class KvSources:
-    """Chooses the best source of KV for each prompt of one worker, and runs restores.
+    """Chooses the best source of KV for each prompt of one worker, and runs restores. If plans save
+    equal time, an earlier source is preferred."""
 
-    Args:
-        sources: The worker's sources. If plans save equal time, an earlier source is preferred.
-        may_take: Function that returns whether a restore may reserve a number of pages of a rank.
-    """
-
-    def __init__(
-        self,
-        kept: Residency,
-        page_size: int,
-        counters: Counters,
-        now: Callable[[], float],
-        sources: Iterable[KvSource] = (),
-        may_take: Callable[[int, int], bool] = lambda rank, pages: True,
-    ) -> None:
-        self.kept = kept
-        self._page_size = page_size
-        self._counters = counters
-        self._now = now
-        self._sources = tuple(sources)
-        self._may_take = may_take
-        self._running: Counter[Origin] = Counter()
-        self._filling: set[Restore] = set()
-        self._owned: dict[int, Restore] = {}  # to pages of sequences, by owner
-        self._tasks = BackgroundTasks()
+    kept: Residency
+    _page_size: int
+    _counters: Counters
+    _now: Callable[[], float]
+    _sources: Sequence[KvSource]
+    # whether a restore may reserve a number of pages of a rank
+    _may_take: Callable[[int, int], bool] = lambda rank, pages: True
+    _running: Counter[Origin] = field(default_factory=Counter)
+    _filling: set[Restore] = field(default_factory=set)
+    _owned: dict[int, Restore] = field(default_factory=dict)  # to pages of sequences, by owner
+    _tasks: BackgroundTasks = field(default_factory=BackgroundTasks)
 
     def __iter__(self) -> Iterator[KvSource]:
         return iter(self._sources)
