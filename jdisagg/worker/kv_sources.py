@@ -362,12 +362,10 @@ class KvSources:
         plans = [plan for source in free if (plan := source.worth(query)) is not None]
         return max(plans, key=lambda one: one.saving, default=None)
 
-    def begin(
-        self, plan: RestorePlan, restored: RestoredBlocks, done: Callable[[], None]
-    ) -> "asyncio.Task[None]":
-        """`done` is called once, when the restore has ended or has reached its time limit
-        (`RestorePlan.patience_seconds`). It is not called if the returned task is cancelled."""
-        return self._tasks.spawn(self._restore_in_time(plan, restored, done))
+    def begin(self, plan: RestorePlan, restored: RestoredBlocks) -> "asyncio.Task[None]":
+        """Returns a task that ends when the restore has ended or has reached its time limit
+        (`RestorePlan.patience_seconds`)."""
+        return self._tasks.spawn(self._restore_in_time(plan, restored))
 
     async def fill(
         self, query: RestoreQuery, owner: int, pages: tuple[int, ...], restored: RestoredBlocks
@@ -383,8 +381,7 @@ class KvSources:
         if plan is None:
             return 0, False
         restore = self._owned[owner] = Restore(plan, query.known[plan.rank], pages, owner)
-        work = self._restore_in_time(plan, restored, lambda: None, restore)
-        restore.task = self._tasks.spawn(work)
+        restore.task = self._tasks.spawn(self._restore_in_time(plan, restored, restore))
         try:
             await asyncio.wait({restore.task})
         except asyncio.CancelledError:
@@ -404,11 +401,7 @@ class KvSources:
             source.let_go(owner)
 
     async def _restore_in_time(
-        self,
-        plan: RestorePlan,
-        restored: RestoredBlocks,
-        done: Callable[[], None],
-        restore: Restore | None = None,
+        self, plan: RestorePlan, restored: RestoredBlocks, restore: Restore | None = None
     ) -> None:
         source, began = plan.source, self._now()
         patience = plan.patience_seconds
@@ -422,7 +415,6 @@ class KvSources:
         except asyncio.CancelledError:
             source.failed("unwanted")
             raise
-        done()
 
     async def restore(
         self,

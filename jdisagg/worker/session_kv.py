@@ -112,4 +112,4 @@ class SessionKv:
             plan = self._sources.best(RestoreQuery(chain, known, instead=self._instead))
             if plan is not None:
                 restored = RestoredBlocks(kept.block_tokens)
-                await asyncio.wait({self._sources.begin(plan, restored, lambda: None)})
+                await asyncio.wait({self._sources.begin(plan, restored)})

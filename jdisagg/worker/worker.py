@@ -270,7 +270,8 @@ class Worker(MeshWorker):
                 ahead = max(0, self._prompts.backlog.tokens - prompt.tokens + prompt.known_tokens)
                 plan = self._sources.best(replace(task.query, ahead_tokens=ahead))
         if plan is not None:
-            task.restoring = self._sources.begin(plan, task.restored, lambda: self._restored(task))
+            task.restoring = restoring = self._sources.begin(plan, task.restored)
+            restoring.add_done_callback(lambda one: one.cancelled() or self._restored(task))
         if plan is not None or follows:
             seeking[prompt.key] = prompt
         else:
