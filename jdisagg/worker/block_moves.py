@@ -76,7 +76,7 @@ class Destination:
         )
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, repr=False)
 class ArrivingBlocks:
     """The blocks that one source offers for one destination, each with its state.
 

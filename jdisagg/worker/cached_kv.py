@@ -61,7 +61,7 @@ def kept_blocks(worker: str, kept: Residency, tiers: Mapping[str, Listed]) -> It
             yield KeptBlock(worker, tier, rank, shown, index, kept.block_tokens, in_use)
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, repr=False)
 class CachedKv:
     """Counts the reuse of cached blocks, and drops blocks in all tiers together."""
 

@@ -330,7 +330,7 @@ class RestoredBlocks:
         return CachedTokens(pages=tokens - sum(found.values()), **found)
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, repr=False)
 class KvSources:
     """Chooses the best source of KV for each prompt of one worker, and runs restores. If plans save
     equal time, an earlier source is preferred."""

@@ -187,7 +187,7 @@ class LinkShare:
                 turn.set_result(None)
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, repr=False)
 class SideCalls:
     _counters: Counters
     _timeouts: HandoffTimeouts
@@ -223,7 +223,7 @@ class SideCalls:
         return True
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, repr=False)
 class SenderLine:
     """Sends the messages of one hand-off's receiver to its sender: acknowledgements, heartbeats,
     aborts. They are sent in the background. A lost acknowledgement is repeated after the next

@@ -34,7 +34,7 @@ from jdisagg.worker.step_loop import StepLoop
 from jdisagg.worker.tasks import PromptTask
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, repr=False)
 class PromptSender:
     """Offers the KV of prompts to decode workers."""
 
@@ -133,7 +133,7 @@ class _Migration:
     task: "asyncio.Task[None]"
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, repr=False)
 class MigrationSender:
     _state: DecodeState
     _outgoing: OutgoingKv
