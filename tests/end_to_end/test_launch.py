@@ -208,7 +208,7 @@ def test_a_server_streams_to_ask_survives_its_death_and_drains_at_sigterm():
         with start("ask", target, f"--prompt={PROMPT}", "--max_tokens=900", "--ignore_eos") as left:
             assert left.stdout is not None and left.stderr is not None and left.stdout.read(1)
             left.stdout.close()
-            assert (left.wait(60), left.stderr.read()) == (1, "")
+            assert (left.wait(time_scale.seconds(60)), left.stderr.read()) == (1, "")
         wait_until_free(client)
 
         killed = start("ask", target, f"--prompt={PROMPT}", "--max_tokens=900", "--ignore_eos")
@@ -237,7 +237,7 @@ def test_a_server_streams_to_ask_survives_its_death_and_drains_at_sigterm():
 
 
 def wait_until_free(client: Client) -> None:
-    until = time.monotonic() + 30
+    until = time.monotonic() + time_scale.seconds(30)
     while any(
         status.running or status.handoffs or status.free_pages != status.total_pages
         for status in client.status()
