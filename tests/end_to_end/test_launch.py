@@ -229,9 +229,10 @@ def test_a_server_streams_to_ask_survives_its_death_and_drains_at_sigterm():
         )
         assert "".join(event.text for event in seen).startswith(text[:40])
         status, out, err = end(server, 60)
-        # Beside what its meshes take, what is compiled, and the line every 10 s in which there was
-        # work, it has nothing to say.
+        # Beside what its meshes take, what is compiled, also for long, and the line every 10 s in
+        # which there was work, it has nothing to say.
         told = (" INFO serve prompt ", ", each device: ", " programs are compiled or loaded ")
+        told += (" compiling program ", " compiled in ")
         others = [line for line in err.splitlines() if not any(word in line for word in told)]
         assert (status, out, others) == (0, "", [])
 
