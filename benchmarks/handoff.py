@@ -66,6 +66,7 @@ from jdisagg.node.kv_endpoint import KvEndpoint
 from jdisagg.scheduler.blocks import bands, even_runs
 from jdisagg.transfer.channel import PullTarget, block_sharding, rank_placement, resident_zeros
 from jdisagg.transfer.transfer_engine import EngineOptions
+from tests.layout.plans import rank_boxes
 
 _MEGABYTES = flags.DEFINE_list("megabytes", ["16", "64"], "Bytes of a hand-off.")
 _GROUPS = flags.DEFINE_integer(
@@ -139,7 +140,7 @@ class Receiver:
             np.random.default_rng(0).permutation(COPIES * pages).reshape(COPIES, pages).tolist()
         )
         self._bare_plan(
-            card.rank_boxes(0, (1, case.components, case.kv_heads, case.tokens, case.head_size)),
+            rank_boxes(card, 0, (1, case.components, case.kv_heads, case.tokens, case.head_size)),
             card.devices,
             granule,
         )
@@ -156,7 +157,7 @@ class Receiver:
         apart = {-1 - device: box for device, box in destination.items()}
         here = {device.id: device for device in self.mesh.devices.flat}
         self._bare_pieces, self._bare_avals = [], []
-        for piece in plan_handoff(source, apart, granule).pieces:
+        for piece in plan_handoff(source, apart, granule):
             heads = piece.box[2]
             self._bare_pieces.append(BarePiece(devices.index(piece.source), heads))
             shape = (

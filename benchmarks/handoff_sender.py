@@ -29,8 +29,8 @@ from jdisagg.layout.axes import Layout
 from jdisagg.layout.mesh_card import KvEnd, MeshCard
 from jdisagg.model_api import Device
 from jdisagg.node.kv_endpoint import TRANSPORTS, KvEndpoint
-from jdisagg.transfer.backend_choice import Memories
 from jdisagg.transfer.channel import BlockStamp, block_sharding
+from jdisagg.transfer.negotiated_channel import Memories
 from jdisagg.transfer.nixl_memory import nixl_memory
 from jdisagg.transfer.shared_memory import SharedMemory
 from jdisagg.transfer.transfer_engine import EngineOptions

@@ -218,30 +218,21 @@ class FaultyChannel:
             pull.cancel()
 
 
-class _LostPull:
+class _LostPull(Pull):
     """A pull that fails after a while and transfers nothing."""
 
-    bytes_moved = 0
-
     def __init__(self, clock: Clock, seconds: float, reason: str) -> None:
+        super().__init__(0, clock, seconds)
         self._clock = clock
-        self._until = clock.now() + seconds
         self._reason = reason
 
     def is_ready(self) -> bool:
-        return self._clock.now() >= self._until
-
-    def failed(self) -> JdisaggError | None:
-        return HandoffError(self._reason) if self.is_ready() else None
-
-    def arrays(self) -> tuple[jax.Array, ...]:
-        raise HandoffError(self._reason)
-
-    def cancel(self) -> None:
-        self._until = self._clock.now()
+        if self._clock.now() >= self.deadline:
+            self.fail(HandoffError(self._reason))
+        return super().is_ready()
 
 
-class AroundPull:
+class AroundPull(Pull):
     """Base class: a pull that behaves like the inner pull."""
 
     def __init__(self, inner: Pull) -> None:

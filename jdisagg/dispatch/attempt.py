@@ -278,6 +278,7 @@ class Attempt:
         )
         self._placement.prefill_sent()
         reply = await self._context.cluster.prefill_port(source.worker).prefill(call)
+        self._placement.prefilled()
         self._run.queue_seconds += reply.queue_seconds
         self._run.note_cached(reply.cached, held.reservation.block_tokens if held else 0)
         self._run.accept_prompt(reply.prompt_logprobs)
@@ -310,7 +311,8 @@ class Attempt:
                     raise HandoffError(
                         f"worker {held.worker!r} reports that a sequence moved, but no other has it"
                     )
-                held, spans = self._migration.arrived()
+                held, placed, spans = self._migration.arrived()
+                self._placement.moved(placed)
                 self._deviated("sequences_moved")
                 self._held, self._migration = held, None
         except BaseException:
@@ -401,9 +403,11 @@ class Attempt:
     # ---- workers
 
     async def _another_prefill(self, held: ReservationHandle) -> str:
-        run, failed = self._run, frozenset(self.failed)
-        another = self._context.placer.another_prefill
-        return await another(run.avoid | failed, held.worker, run.unfit)
+        run, placer = self._run, self._context.placer
+        avoid = run.avoid(placer.life) | self.failed
+        worker = await placer.another_prefill(avoid, held.worker, run.unfit)
+        self._placement.prefill_at(worker)
+        return worker
 
     def _name_source(self, worker: str, held: ReservationHandle) -> HandoffSource:
         self._source = self._new_source(worker, held.reservation.weights)

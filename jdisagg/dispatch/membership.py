@@ -187,7 +187,7 @@ class Membership:
         process was stopped or busy and could not receive heartbeats."""
         for entry in self._entries.values():
             entry.heard_at = min(self._clock.now(), entry.heard_at + seconds)
-            self.accounts.excuse(entry.card.name, entry.heard_at)
+            self.accounts.state.excuse(entry.card.name, entry.heard_at)
 
     def close(self) -> None:
         for entry in list(self._entries.values()):

@@ -11,6 +11,7 @@ from jdisagg.dispatch.request_context import RequestContext, ReservationHandle, 
 from jdisagg.dispatch.request_run import RequestRun
 from jdisagg.errors import HandoffError
 from jdisagg.messages.ports import Child, GenerateCall, HandoffSource, Span, close_stream
+from jdisagg.router.accounts import Charges
 
 
 class Migration:
@@ -34,19 +35,20 @@ class Migration:
         # Taken now: if the sequence is preempted before its migration reaches a worker, the attempt
         # that follows is the later one.
         self._attempt = run.next_attempt()
+        self._placed: Charges | None = None
         self._held: ReservationHandle | None = None
         self._spans: asyncio.Queue[Span | Exception | None] = asyncio.Queue()
         self._task = asyncio.create_task(self._take_over(children, source))
 
-    def arrived(self) -> tuple[ReservationHandle, AsyncIterator[Span]]:
-        """Returns the reservation at the new worker and its stream of tokens. Must be called after
-        the old worker has released the sequence. Raises HandoffError if no worker received the
-        sequence."""
-        if self._held is None:
+    def arrived(self) -> tuple[ReservationHandle, Charges, AsyncIterator[Span]]:
+        """Returns the reservation at the new worker, its charges and its stream of tokens. Must be
+        called after the old worker has released the sequence. Raises HandoffError if no worker
+        received the sequence."""
+        if self._held is None or self._placed is None:
             raise HandoffError(
                 f"a sequence left worker {self._origin!r}, and no other worker received it"
             )
-        return self._held, self._stream()
+        return self._held, self._placed, self._stream()
 
     async def close(self) -> None:
         self._task.cancel()
@@ -56,8 +58,9 @@ class Migration:
     async def _take_over(self, children: tuple[Child, ...], source: HandoffSource) -> None:
         context, run, spans = self._context, self._run, None
         try:
-            worker = await context.placer.another_decode(
-                frozenset({self._origin}) | run.avoid | run.unfit, self._origin
+            avoid = run.avoid(context.placer.life) | run.unfit | {self._origin}
+            worker, self._placed = await context.placer.another_decode(
+                avoid, self._origin, run.request, children
             )
             held = self._held = await reserve(
                 context, run, worker, children, self._attempt, whole=True
@@ -82,6 +85,8 @@ class Migration:
             await close_stream(spans)
 
     async def _free(self) -> None:
+        if self._placed is not None:
+            self._placed.end()
         if self._held is not None:
             seconds = self._context.limits.timeouts.request.close_seconds
             await quietly(self._held.port.cancel(self._held.key), seconds)

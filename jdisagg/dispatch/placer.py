@@ -28,7 +28,7 @@ from jdisagg.plain import plain
 from jdisagg.request import Request
 from jdisagg.router.accounts import Accounts, Charges, Work
 from jdisagg.router.admission import Lateness, Quotas, limit_seconds
-from jdisagg.router.candidates import Breaker, PairBreakers, candidates
+from jdisagg.router.candidates import Breakers, candidates
 from jdisagg.router.cost_terms import most_computed, paced_until
 from jdisagg.router.decision import (
     NO_ROUTER_EVENTS,
@@ -178,10 +178,20 @@ class PlacementHandle:
     def prefill_sent(self) -> None:
         self._placed.prefill_sent(self._placer.now())
 
+    def prefill_at(self, worker: str) -> None:
+        self._placed.prefill_at(worker)
+
+    def moved(self, placed: Charges) -> None:
+        """Records that the running sequences migrated to the worker that `placed` charges."""
+        self._placed.end()
+        self._placed = placed
+        self._placer.changed()
+
     def prefilled(self) -> None:
         """The workers are not yet marked as successful, because failover may have replaced the
         prefill worker and the KV transfer may still fail."""
         self._prefilled = True
+        self._placer.due.discard(self)
         self._placed.prefilled()
         self._placer.coming.computed(self._coming, self._placer.now())
         self._placer.changed()
@@ -191,7 +201,7 @@ class PlacementHandle:
         None if `decode` computed the KV itself."""
         self._placer.events.handed_over(prefill, decode)
         if prefill:
-            self._placer.pair_succeeded(prefill, decode)
+            self._placer.pairs.succeeded((prefill, decode))
         self.worked({prefill or decode, decode})
 
     def lost(self, prefill: str, decode: str) -> None:
@@ -217,7 +227,7 @@ class PlacementHandle:
     def refused(self) -> None:
         """Gives the tenant back what it paid for a request that its workers refused."""
         if self._paid is not None:
-            self._placer.give_back(*self._paid)
+            self._placer.quotas.give_back(*self._paid)
             self._paid = None
 
     def end(self, failed: Iterable[str] = ()) -> None:
@@ -225,11 +235,12 @@ class PlacementHandle:
         prefilled and `worked` was not called, calls it for the other workers. A second call would
         be wrong, because the end of a long answer does not show a worker's present state."""
         self._placed.end()
+        self._placer.due.discard(self)
         self._placer.coming.ended(self._coming)
         failed = frozenset(failed)
         decision = self.decision
         if self._prefilled and not self._credited:
-            self.worked({decision.prefill or decision.decode, decision.decode} - failed)
+            self.worked(decision.workers - failed)
         for worker in failed:
             self._placer.failed(worker)
         self._placer.changed()
@@ -259,20 +270,22 @@ class Placer:
         self._affinity = settings.affinity
         self.coming = ComingPrefixes()
         self.lengths = LearnedLengths()
+        self.due: set[PlacementHandle] = set()  # attempts without a first token
         self._config = config
         self._clock = clock
         self._counters = counters
         self._refresh = refresh
-        self._backoff = timeouts.request.breaker
-        self._quotas = Quotas(config.quotas(), config.quota_burst_seconds, settings.spending)
-        self._breakers: dict[str, tuple[int, Breaker]] = {}
-        self._pairs = PairBreakers(self._backoff)
+        self.quotas = Quotas(config.quotas(), config.quota_burst_seconds, settings.spending)
+        life, backoff = accounts.state.life, timeouts.request.breaker
+        self._breakers = Breakers[tuple[str]](life, backoff=backoff)
+        # The decode worker has tried each block of a failed transfer several times.
+        self.pairs = Breakers[tuple[str, str]](life, most_failures=1, backoff=backoff)
         self.waits = refresh is None
         self._absent_look_seconds = timeouts.request.absent_look_seconds
         self._returning: list[tuple[PlacementRequest, float]] = []  # each with its time of return
-        self._deferred_by = ""
+        self._deferred = Deferred("")  # the latest
         self._queue: AdmissionQueue[_Sized, PlacementHandle] = AdmissionQueue(
-            config.weights(), clock, timeouts.request, self._place_head, self._renew
+            config.weights(), clock, timeouts.request, self._try, self._renew
         )
         self._sessions = SessionWorkers()
         self._lateness = Lateness()
@@ -300,7 +313,7 @@ class Placer:
             for sized in self._queue.first(SHOWN_WAITING)
         ]
         return tuple(
-            WaitingRequest(asked.request.request_id, place, seconds, self._deferred_by)
+            WaitingRequest(asked.request.request_id, place, seconds, self._deferred.reason)
             for place, (asked, seconds) in enumerate((*again, *queued)[:SHOWN_WAITING], 1)
         )
 
@@ -312,7 +325,7 @@ class Placer:
             NoWorkerError: No worker of a needed role takes requests, and none can return.
         """
         await self._renew()
-        request, now = asked.request, self.now()
+        request = asked.request
         # Prompt log-probabilities require that the whole prompt is computed.
         whole = request.sampling.prompt_logprobs is not None
         # An empty index is falsy, but it may have the prompt when the request is placed.
@@ -321,33 +334,34 @@ class Placer:
             request = replace(request, prompt_token_ids=request.prompt_token_ids + accepted)
         known = _nobody_knows if affinity is None else affinity.known(request)
         blocks = PromptBlocks() if affinity is None else affinity.prompt_blocks(request)
-        work = self._work(asked)
+        work = self._work(asked.request, asked.children)
         if asked.under_way:
             return await self._place_again(_Sized(asked, work, known, blocks))
         cost = work.tokens + OUTPUT_COST * work.children * work.expected_tokens
         sized = _Sized(asked, work, known, blocks, cost)
-        self._take_quota(request.tenant, cost, now)
+        self._take_quota(request.tenant, cost)
         try:
             due = asked.arrived_at + self._limit(asked)
-            ahead, beside_queue = 0.0, not self._queue.overtakes(request.priority)
+            passes = request.prefill_only and self._deferred.for_room
+            ahead, beside_queue = 0.0, not (passes or self._queue.overtakes(request.priority))
             if beside_queue:
                 ahead = self._queue.seconds_ahead(request.tenant, cost, due, request.priority)
-            handle = self._try(sized, now, ahead, beside_queue)
+            handle = self._try(sized, ahead, beside_queue)
             if handle is not None:
                 return handle
             self._counters.add("requests_held")
             return await self._queue.wait(sized, request.tenant, cost, due, request.priority)
         except BaseException:  # a refused, cancelled or failed request is not charged
-            self.give_back(request.tenant, cost)
+            self.quotas.give_back(request.tenant, cost)
             raise
-
-    def give_back(self, tenant: str, cost: float) -> None:
-        self._quotas.give_back(tenant, cost)
 
     def most_computed(self, decode: str) -> float:
         state = self.accounts.state
         row = state.row(decode)
         return math.inf if row is None else float(most_computed(state.table)[row])
+
+    def life(self, worker: str) -> int:
+        return self.accounts.state.life(worker)
 
     def weights(self, worker: str) -> str:
         return self.accounts.state.weights(worker)
@@ -358,15 +372,23 @@ class Placer:
         """Returns another prefill worker for a sequence on `decode`. Raises NoWorkerError."""
         await self._renew()
         state, now = self.accounts.state, self.now()
-        broken = self._pairs.broken(state.life, now)
+        broken = self.pairs.barred(now)
         return another_prefill(state, avoid, now, self._rules, decode, broken, unfit)
 
-    async def another_decode(self, avoid: frozenset[str], origin: str) -> str:
+    async def another_decode(
+        self, avoid: frozenset[str], origin: str, request: Request, children: tuple[Child, ...]
+    ) -> tuple[str, Charges]:
+        """Returns another decode worker for running sequences of `origin`, and its charges. Raises
+        NoWorkerError."""
         await self._renew()
-        return another_decode(self.accounts.state, avoid, self.now(), self._rules, origin)
+        state, now, work = self.accounts.state, self.now(), self._work(request, children)
+        worker = another_decode(state, avoid, now, self._rules, origin)
+        work = replace(work, cached_tokens=work.tokens)  # it computes none of them
+        return worker, self.accounts.place(None, worker, work, now)
 
     def ended(self, request: Request, output_tokens: int) -> None:
-        self.lengths.observe(request.tenant, len(request.prompt_token_ids), output_tokens)
+        if not request.prefill_only:  # its one token tells nothing of the length of answers
+            self.lengths.observe(request.tenant, len(request.prompt_token_ids), output_tokens)
 
     def measured_ttft(self, decision: Decision, predicted_seconds: float, seconds: float) -> None:
         """The error of an assumed time is no lateness, because it would delay all workers."""
@@ -388,39 +410,20 @@ class Placer:
     # ---- breakers
 
     def failed(self, worker: str) -> None:
-        state = self.accounts.state
-        breaker = self._breaker(worker)
-        if breaker is None:
-            self._breakers = {
-                name: kept for name, kept in self._breakers.items() if kept[0] == state.life(name)
-            }
-            if worker not in state:
-                return
-            breaker = Breaker(self._backoff)
-            self._breakers[worker] = state.life(worker), breaker
-        breaker.failed(self.now())
-        self.accounts.bar(worker, breaker.barred_until)
+        self.accounts.state.bar(worker, self._breakers.failed((worker,), self.now()))
 
     def succeeded(self, worker: str) -> None:
-        if self._breakers.pop(worker, None) is not None:
-            self.accounts.bar(worker, 0.0)
+        if self._breakers.succeeded((worker,)):
+            self.accounts.state.bar(worker, 0.0)
 
     def pair_failed(self, prefill: str, decode: str) -> None:
-        life = self.accounts.state.life
         self._counters.add("pairs_failed")
-        self._pairs.failed((prefill, decode), (life(prefill), life(decode)), self.now())
-
-    def pair_succeeded(self, prefill: str, decode: str) -> None:
-        self._pairs.succeeded((prefill, decode))
-
-    def _breaker(self, worker: str) -> Breaker | None:
-        life, breaker = self._breakers.get(worker, (-1, None))
-        return breaker if life == self.accounts.state.life(worker) else None
+        self.pairs.failed((prefill, decode), self.now())
 
     # ---- one decision
 
     async def _place_again(self, sized: _Sized) -> PlacementHandle:
-        handle = self._try(sized, self.now())
+        handle = self._try(sized)
         if handle is not None:
             return handle
         entry = sized.asked, self.now()
@@ -428,7 +431,7 @@ class Placer:
         try:
             while handle is None:
                 await self._clock.sleep(self._absent_look_seconds)
-                handle = self._try(sized, self.now())
+                handle = self._try(sized)
             return handle
         finally:
             self._returning = [other for other in self._returning if other is not entry]
@@ -442,26 +445,27 @@ class Placer:
 
     def _expecting(self, error: NoWorkerError) -> NoWorkerError:
         absences, now = self.accounts.absences, self.now()
-        expected, away = (
-            absences.expected_seconds(error.role, now),
-            absences.away_seconds(error.role, now),
-        )
+        expected = absences.expected_seconds(error.role, now)
+        away = absences.away_seconds(error.role, now)
         error.retry_after_seconds = expected
         since = "" if away is None else f"; the last one left {away:.0f} s ago"
         error.message += f"{since}; expected in about {expected:.0f} s"
         return error
 
-    def _place_head(self, sized: _Sized) -> PlacementHandle | None:
-        return self._try(sized, self.now())
-
     def _try(
-        self, sized: _Sized, now: float, ahead_seconds: float = 0.0, beside_queue: bool = False
+        self, sized: _Sized, ahead_seconds: float = 0.0, beside_queue: bool = False
     ) -> PlacementHandle | None:
         """If `beside_queue` is set, other requests already wait and must not be overtaken. The
         request is then not placed even if workers are free."""
+        now = self.now()
         query = self._ask(sized, now, ahead_seconds)
         try:
             answer = decide(self.accounts.state, query, now, self._rules)
+            if isinstance(answer, Refusal) and not self.due:
+                # Refused requests give no outcomes, so that a delay that is over could otherwise
+                # cause refusals forever. One request at a time tries the uncorrected prediction.
+                query = replace(query, corrections=NO_CORRECTIONS)
+                answer = decide(self.accounts.state, query, now, self._rules)
         except NoWorkerError as error:
             too_late = not query.under_way and query.age_seconds > query.limit_seconds
             if not self.waits or too_late:
@@ -469,7 +473,7 @@ class Placer:
             self._queue.absent = True
             answer = Deferred(self._expecting(error).message)
         if isinstance(answer, Deferred):
-            self._deferred_by = answer.reason
+            self._deferred = answer
             return None
         if beside_queue and not isinstance(answer, Refusal):
             self.changed()  # the requests in the queue may fit, too
@@ -481,13 +485,13 @@ class Placer:
             raise OverloadedError(answer.reason, retry_after_seconds=answer.retry_after_seconds)
         return self._charge(sized, query, answer, now)
 
-    def _work(self, asked: PlacementRequest) -> Work:
-        request, accepted = asked.request, len(asked.children[0].accepted)
+    def _work(self, request: Request, children: tuple[Child, ...]) -> Work:
+        accepted = len(children[0].accepted)
         prompt = len(request.prompt_token_ids)
         expected = self.lengths.predict(request.tenant, prompt, request.sampling.max_tokens)
         if request.hints is not None and request.hints.answer_tokens:
             expected = min(request.hints.answer_tokens, request.sampling.max_tokens)
-        return Work(prompt + accepted, 0, len(asked.children), max(1, expected - accepted))
+        return Work(prompt + accepted, 0, len(children), max(1, expected - accepted))
 
     def _limit(self, asked: PlacementRequest) -> float:
         return limit_seconds(self._config.ttft_slo_seconds, asked.deadline - asked.arrived_at)
@@ -507,47 +511,44 @@ class Placer:
             self.lengths.typical_tokens,
             asked.request.sampling.prompt_logprobs is not None,
             self._corrections.current,
-            self._pairs.broken(self.accounts.state.life, now),
+            self.pairs.barred(now),
             self.coming.known(sized.blocks, now),
             {} if adapter is None else self.accounts.state.adapter_loads(adapter.digest),
             self.accounts.state.yielding(asked.request.priority),
             sized.blocks.block_tokens or 1,
             NOBODY if asked.request.hints is None else self._sessions.of(asked.request),
             asked.unfit,
+            asked.request.prefill_only,
         )
 
     def _charge(
         self, sized: _Sized, query: PlacementQuery, decision: Decision, now: float
     ) -> PlacementHandle:
         self._counters.add("placements", reason=decision.kind)
-        for worker in (decision.prefill, decision.decode) if self._breakers else ():
-            breaker = self._breaker(worker) if worker is not None else None
-            if breaker is not None and worker is not None:
-                breaker.placed(now)
-                self.accounts.bar(worker, breaker.barred_until)
-        if decision.prefill is not None:
-            self._pairs.placed((decision.prefill, decision.decode), now)
+        for worker in decision.workers:
+            if until := self._breakers.placed((worker,), now):
+                self.accounts.state.bar(worker, until)
+        if decision.prefill and decision.decode:
+            self.pairs.placed((decision.prefill, decision.decode), now)
         until = paced_until(self.accounts.state, query, decision, self._rules, now)
         if until is not None:
-            self.accounts.pace(decision.decode, until)
+            self.accounts.state.pace(decision.decode, until)
         computes = decision.prefill or decision.decode
-        work = Work(
-            query.work.tokens,
-            max(decision.cached_tokens, decision.peer_tokens, query.coming_to(computes)),
-            query.work.children,
-            query.work.expected_tokens,
-        )
+        coming = min(query.coming.get(computes, 0), query.most_known)
+        cached = max(decision.cached_tokens, decision.peer_tokens, coming)
+        work = replace(query.work, cached_tokens=cached)
         if sized.asked.request.hints is not None:
-            workers = frozenset(filter(None, (decision.prefill, decision.decode)))
-            self._sessions.placed(sized.asked.request, workers)
+            self._sessions.placed(sized.asked.request, decision.workers)
         placed = self.accounts.place(decision.prefill, decision.decode, work, now)
         # Only on these workers do prompts wait for each other's blocks.
         table, row = self.accounts.state.table, self.accounts.state.row_of(decision.decode)
         waits = decision.prefill is not None or bool(table.flag("mixed")[row])
-        coming = self.coming.placed(sized.blocks, computes) if waits and sized.blocks.names else 0
+        key = self.coming.placed(sized.blocks, computes) if waits and sized.blocks.names else 0
         entry = self._remember(sized, query, decision, now)
         paid = sized.asked.request.tenant, sized.cost
-        return PlacementHandle(decision, placed, self, entry, coming, paid)
+        handle = PlacementHandle(decision, placed, self, entry, key, paid)
+        self.due.add(handle)
+        return handle
 
     def _remember(
         self, sized: _Sized, query: PlacementQuery, answer: Decision | Refusal, now: float
@@ -557,9 +558,9 @@ class Placer:
         self._entries.append(entry)
         return entry
 
-    def _take_quota(self, tenant: str, cost: float, now: float) -> None:
+    def _take_quota(self, tenant: str, cost: float) -> None:
         try:
-            self._quotas.take(tenant, cost, now)
+            self.quotas.take(tenant, cost, self.now())
         except OverloadedError:
             self._counters.add("rejections", cause="quota")
             raise

@@ -261,7 +261,7 @@ class RequestPath:
                 placement.refused()
             run.fail(self._public(run, last))
             return
-        run.avoid |= attempt.failed
+        run.failed |= {(worker, self.placer.life(worker)) for worker in attempt.failed}
         run.unfit |= attempt.refused
         for children in run.groups(left):
             self._start(run, children, wait_seconds)
@@ -278,7 +278,7 @@ class RequestPath:
                     attempt.children,
                     run.arrived_at,
                     run.deadline,
-                    run.avoid,
+                    run.avoid(self.placer.life),
                     run.under_way,
                     run.unfit,
                 )
@@ -286,7 +286,7 @@ class RequestPath:
         finally:
             run.placing -= 1
         chosen = placement.decision
-        if blind & {chosen.prefill, chosen.decode}:
+        if blind & chosen.workers:
             placement.end(set())
             raise InvalidRequestError(
                 "images: no workers read images of this model: it has no vision encoder that is"

@@ -93,7 +93,7 @@ class ChildRun:
             return self.aside_seconds
         return self.aside_seconds + now - self.aside_since
 
-    def count(self, tokens: int, now: float) -> None:
+    def count(self, now: float) -> None:
         if self.first_at is None:
             self.first_at = now
         if self.second_at is None and len(self.accepted) - self.resumed_tokens > 1:
@@ -132,7 +132,7 @@ class RequestRun:
         self.unreached = 0  # number of attempts in a row that no worker received
         self.first_placement: PlacementHandle | None = None
         self.failures: dict[int, int] = {}  # by child
-        self.avoid: frozenset[str] = frozenset()  # workers that failed
+        self.failed: set[tuple[str, int]] = set()  # workers that failed, with their registrations
         self.unfit: frozenset[str] = frozenset()  # workers that cannot serve the request
         self.cause: UnavailableError | None = None
         self.as_planned = not self.resumed  # whether one attempt has sufficed so far
@@ -232,6 +232,11 @@ class RequestRun:
         if self._cached is None:
             self._cached, self._block_tokens = tokens, block_tokens
 
+    def avoid(self, life: Callable[[str], int]) -> frozenset[str]:
+        """Returns the workers that failed and have not registered again. `life` is a function that
+        returns the number of a worker's present registration."""
+        return frozenset([worker for worker, failed in self.failed if failed == life(worker)])
+
     def next_attempt(self) -> int:
         self._attempt += 1
         return self._attempt
@@ -311,7 +316,7 @@ class RequestRun:
         if self.first_token_at is None:
             self.first_token_at = now
         if kept:
-            child.count(len(kept), now)
+            child.count(now)
         usage = timings = None
         if child.finish is not None:
             self._unfinished -= 1

@@ -10,7 +10,7 @@ class PastDecision:
 
     Attributes:
         prefill: Prefill worker, or "" if the decode worker computes the prompt.
-        decode: Decode worker, or "" if the request was refused.
+        decode: Decode worker, or "" if the request was refused or the prefill worker answers alone.
         request_id: Id of the request. Not sent over gRPC.
     """
 

@@ -96,7 +96,7 @@ class MeshRole:
             sequences, or of the prefix cache.
         host_tokens: Number of tokens in the longest cached block in host memory. 0 without a prefix
             cache in host memory.
-        tails: Whether host memory also has blocks of fewer tokens (`scheduler/tails.py`).
+        tails: Whether host memory also has blocks of fewer tokens (`scheduler/block_names.py`).
         disk: Directory of the prefix cache on disk. "" without a prefix cache on disk.
         peer_tokens: Number of tokens in the longest block that the mesh fetches from other workers'
             prefix caches. 0 if it fetches none.

@@ -28,9 +28,8 @@ from jdisagg.messages.step_commands import (
     SampledToken,
 )
 from jdisagg.request import TokenLogprobs
-from jdisagg.transfer.channel import Pull
+from jdisagg.transfer.channel import Pull, is_ready
 from jdisagg.transfer.host_store import HostCopy
-from jdisagg.transfer.polled_pull import is_ready
 
 Tokens = tuple[int, ...]
 

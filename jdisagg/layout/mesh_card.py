@@ -7,7 +7,6 @@ block."""
 from dataclasses import dataclass
 
 from jdisagg.errors import LayoutError
-from jdisagg.layout.reshard_plan import Box
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,33 +57,5 @@ class MeshCard:
             )
 
     @property
-    def ranks(self) -> int:
-        return self.shape[0]
-
-    @property
     def head_shards(self) -> int:
         return self.shape[1]
-
-    def rank_boxes(self, rank: int, shape: tuple[int, ...]) -> dict[int, Box]:
-        """Returns, by device number, the box (index ranges) of a KV block that each device of dp
-        rank `rank` holds. `shape` is [dp, components, heads, tokens, head size]. The block of one
-        rank has size 1 in dimension 0."""
-        _, shards, replicas = self.shape
-        _, components, heads, tokens, width = shape
-        if not 0 <= rank < self.ranks or heads % shards:
-            raise LayoutError(
-                f"mesh card: rank must be below {self.ranks}, got {rank}, and {heads} heads must be"
-                f" a multiple of {shards} shards; both workers must serve the same model"
-            )
-        local = heads // shards
-        return {
-            self.devices[(rank * shards + shard) * replicas + replica]: (
-                (0, 1),
-                (0, components),
-                (shard * local, shard * local + local),
-                (0, tokens),
-                (0, width),
-            )
-            for shard in range(shards)
-            for replica in range(replicas)
-        }

@@ -5,8 +5,8 @@ each device holds.
 
 Invariants for every destination device: its pieces are disjoint and fill its box exactly, so each
 destination byte arrives once. Each piece lies inside its source's box. If the destination device
-already holds the bytes of a piece, the piece is `local` and nothing is transferred. The plan
-depends only on the inputs, so both ends of a connection can compute it independently."""
+already holds the bytes of a piece, it is the piece's source, too, and nothing is transferred. The
+plan depends only on the inputs, so both ends of a connection can compute it independently."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -43,31 +43,6 @@ class Piece:
     destination_slice: Box
     box: Box
 
-    @property
-    def elements(self) -> int:
-        return volume(self.box)
-
-    @property
-    def local(self) -> bool:
-        return self.source == self.destination
-
-
-@dataclass(frozen=True)
-class ReshardPlan:
-    """All pieces of a plan, ordered by destination device, then by position in the array."""
-
-    pieces: tuple[Piece, ...]
-
-    def bytes_per_pair(self, itemsize: int) -> dict[tuple[int, int], int]:
-        """Returns the number of bytes to transfer for each (source device, destination device).
-        Local pieces are not counted."""
-        moved: dict[tuple[int, int], int] = {}
-        for piece in self.pieces:
-            if not piece.local:
-                pair = (piece.source, piece.destination)
-                moved[pair] = moved.get(pair, 0) + piece.elements * itemsize
-        return moved
-
 
 def plan_reshard(
     source: Placement,
@@ -75,8 +50,9 @@ def plan_reshard(
     *,
     granule: Sequence[int] | None = None,
     turn: int = 0,
-) -> ReshardPlan:
-    """Plans the copies that change an array's placement from `source` to `destination`.
+) -> tuple[Piece, ...]:
+    """Plans the copies that change an array's placement from `source` to `destination`. Returns all
+    pieces, ordered by destination device, then by position in the array.
 
     Args:
         granule: Shape that all pieces must have. The bounds of every box must be multiples of it.
@@ -115,7 +91,7 @@ def plan_reshard(
         )
         for (device, box, _), chosen in zip(wanted, sources, strict=True)
     )
-    return ReshardPlan(tuple(sorted(pieces, key=lambda piece: (piece.destination, piece.box))))
+    return tuple(sorted(pieces, key=lambda piece: (piece.destination, piece.box)))
 
 
 def volume(box: Box) -> int:
@@ -251,8 +227,8 @@ def head_granule(kv_heads: int, source_shards: int, destination_shards: int) -> 
 
 
 def plan_handoff(
-    source: dict[int, Box], destination: dict[int, Box], granule: int, turn: int = 0
-) -> ReshardPlan:
+    source: Placement, destination: Placement, granule: int, turn: int = 0
+) -> tuple[Piece, ...]:
     """Each piece has `granule` KV heads. `plan_reshard` describes the other parameters."""
     whole = [
         max((box[axis][1] for box in destination.values()), default=1)

@@ -64,7 +64,7 @@ def _pieces(
     sources = sorted(held)
     placement = {place: held[source] for place, source in enumerate(sources)}
     found: list[ReadPiece] = []
-    for piece in plan_reshard(placement, {_READER: box}, turn=number).pieces:
+    for piece in plan_reshard(placement, {_READER: box}, turn=number):
         for part in _cut(piece.box, itemsize, most_bytes):
             place = tuple(
                 (first - begin, end - begin)

@@ -17,6 +17,9 @@ from typing import Protocol
 from jdisagg.layout.mesh_card import KvEnd
 from jdisagg.plain import Message
 
+# While bytes of the sender keep arriving, a pull may take this many times its time limit.
+MOST_PATIENCE = 12
+
 
 class BlockState(enum.Enum):
     __hash__ = object.__hash__  # by identity, which is fast, because lookups are frequent

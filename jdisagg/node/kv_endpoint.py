@@ -20,8 +20,7 @@ from jdisagg.service.guard import Service
 from jdisagg.service.internal.kv_link import GrpcKvLink
 from jdisagg.service.server import GrpcServer, cluster_credentials, read_tokens
 from jdisagg.settings.address import EVERY_INTERFACE, host_port, is_local
-from jdisagg.transfer.backend_choice import Memories
-from jdisagg.transfer.negotiated_channel import NegotiatedChannel
+from jdisagg.transfer.negotiated_channel import Memories, NegotiatedChannel
 
 TRANSPORTS = 4  # connections of the transfer engine, the same in all processes
 T = TypeVar("T")

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from jdisagg.errors import ConfigError
-from jdisagg.scheduler.kept_events import KeptEvents, KVEventBatch
+from jdisagg.scheduler.kept_log import KeptEvents, KVEventBatch
 from jdisagg.worker.worker import Worker
 
 if TYPE_CHECKING:

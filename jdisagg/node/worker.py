@@ -72,8 +72,7 @@ from jdisagg.service.internal.worker_service import (
 )
 from jdisagg.service.server import GrpcServer, block_secret, cluster_credentials, read_tokens
 from jdisagg.supervisor.supervisor import EXIT_BROKEN, EXIT_CONFIG
-from jdisagg.transfer.backend_choice import Memories
-from jdisagg.transfer.negotiated_channel import NegotiatedChannel
+from jdisagg.transfer.negotiated_channel import Memories, NegotiatedChannel
 from jdisagg.transfer.offered_weights import OfferedWeights
 from jdisagg.worker.mesh_worker import WorkerContext
 from jdisagg.worker.weights_updates import ServedWeights

@@ -34,15 +34,21 @@ class Absences:
             self._past.append(now - since)
 
     def away_seconds(self, role: str, now: float) -> float | None:
-        """Returns the seconds since a worker of `role` left. If several are absent, returns the
-        longest absence. Returns None if no worker is absent."""
-        since = [at for which, at in self._away.values() if which == role]
-        return now - min(since) if since else None
+        """Returns the seconds since the last worker of `role` left, or None if none is absent."""
+        return min(self._away_seconds(role, now), default=None)
 
     def expected_seconds(self, role: str, now: float) -> float:
-        """Returns the predicted seconds until a worker of `role` returns. If its absence already
-        exceeds the typical duration, the prediction is half of the absence so far."""
+        """Returns the predicted seconds until the first worker of `role` returns. If an absence
+        already exceeds the typical duration, its prediction is half of the absence so far."""
         typical = median(self._past) if self._past else FIRST_GUESS_SECONDS
-        away = self.away_seconds(role, now) or 0.0
-        left = typical - away if away < typical else away / 2
+        left = min(
+            [
+                typical - away if away < typical else away / 2
+                for away in self._away_seconds(role, now)
+            ],
+            default=typical,
+        )
         return min(MOST_SECONDS, max(LEAST_SECONDS, left))
+
+    def _away_seconds(self, role: str, now: float) -> list[float]:
+        return [now - since for which, since in self._away.values() if which == role]

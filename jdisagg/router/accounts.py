@@ -8,7 +8,7 @@ includes the work. When work ends, it is subtracted immediately, also from the w
 Invariant: when all placed attempts have ended, every `own_` column is zero."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from jdisagg.config import InstanceConfig
 from jdisagg.messages.worker_status import WorkerStatus
@@ -99,43 +99,37 @@ class Accounts:
                 still.append(charge)
             else:
                 charge.shown = True
-                self._count(charge, -1)
+                self.discount(charge)
         if still:
             self._fresh[worker] = still
-
-    def bar(self, worker: str, until: float) -> None:
-        """Makes placement avoid a worker until time `until`. The worker is still chosen if there is
-        no other worker."""
-        row = self.state.row(worker)
-        if row is not None:
-            self.state.bar(row, until)
-
-    def pace(self, worker: str, until: float) -> None:
-        row = self.state.row(worker)
-        if row is not None:
-            self.state.table["paced_until"][row] = until
-
-    def excuse(self, worker: str, heard_at: float) -> None:
-        """Sets the time of a worker's last heartbeat. Called after a period in which this router
-        could not receive heartbeats."""
-        row = self.state.row(worker)
-        if row is not None:
-            self.state.hear(row, heard_at)
 
     def forget(self, name: str) -> None:
         self._fresh.pop(name, None)
         self.state.forget(name)
 
     def place(self, prefill: str | None, decode: str, work: Work, now: float) -> "Charges":
-        """`prefill` is None if the decode worker computes the prompt."""
+        """`prefill` is None if the decode worker computes the prompt. `decode` is "" if nothing is
+        decoded."""
         return Charges(self, prefill, decode, work, now)
+
+    def count(
+        self, worker: str, amounts: tuple[tuple[str, float], ...], sent_at: float | None = None
+    ) -> _Charge:
+        """Adds amounts to a worker's row until `discount`."""
+        charge = _Charge(worker, self.state.life(worker), amounts, sent_at)
+        self._add(charge, 1)
+        return charge
+
+    def discount(self, charge: _Charge) -> None:
+        self._add(charge, -1)
 
     def charge(
         self, worker: str, amounts: tuple[tuple[str, float], ...], sent_at: float | None
     ) -> _Charge:
-        charge = _Charge(worker, self.state.life(worker), amounts, sent_at)
-        self._count(charge, 1)
-        self._fresh.setdefault(worker, []).append(charge)
+        """Adds amounts to a worker's row until a status includes them, or until `settle`."""
+        charge = self.count(worker, amounts, sent_at)
+        if worker in self.state:
+            self._fresh.setdefault(worker, []).append(charge)
         return charge
 
     def settle(self, charge: _Charge, said: tuple[tuple[str, float], ...]) -> None:
@@ -144,26 +138,20 @@ class Accounts:
         fresh = self._fresh.get(charge.worker, [])
         if charge in fresh:
             fresh.remove(charge)
-            self._count(charge, -1)
+            self.discount(charge)
         elif charge.shown and (row := self.state.row_in(charge.worker, charge.life)) is not None:
             cells = self.state.table.cells
             for column, amount in said:
                 at = COLUMNS[column], row
                 cells[at] = max(0.0, cells[at] + amount)
 
-    def add(
-        self, worker: str, life: int, amounts: tuple[tuple[str, float], ...], sign: int = 1
-    ) -> None:
-        """Adds `sign` times the amounts to columns of the worker's row. Does nothing if the
-        registration `life` of the worker has ended."""
-        row = self.state.row_in(worker, life)
+    def _add(self, charge: _Charge, sign: int) -> None:
+        """Does nothing if the worker's registration at the time of the charge has ended."""
+        row = self.state.row_in(charge.worker, charge.life)
         if row is not None:
             cells = self.state.table.cells
-            for column, amount in amounts:
+            for column, amount in charge.amounts:
                 cells[COLUMNS[column], row] += sign * amount
-
-    def _count(self, charge: _Charge, sign: int) -> None:
-        self.add(charge.worker, charge.life, charge.amounts, sign)
 
 
 class Charges:
@@ -172,25 +160,34 @@ class Charges:
     def __init__(
         self, accounts: Accounts, prefill: str | None, decode: str, work: Work, now: float
     ) -> None:
-        self._accounts = accounts
-        state = accounts.state
-        row = state.row(decode)
-        page_size = int(state.table["page_size"][row]) if row is not None else 0
+        self._accounts, self._decode, self._work = accounts, decode, work
+        row = accounts.state.row(decode)
+        page_size = int(accounts.state.table["page_size"][row]) if row is not None else 0
         pages = work.pages(page_size, GROWTH_TOKENS) if page_size else 0
-        self._lives = {name: state.life(name) for name in {prefill or decode, decode}}
-        committed = "committed_pages", float(work.pages(page_size)) if page_size else 0.0
-        self._running = {prefill or decode: (_OPEN,), decode: (committed, _OPEN)}
         held = (
             ("own_pages", pages),
             ("own_sequences", work.children),
             ("own_contexts", work.children * work.tokens),
         )
         self._held = accounts.charge(decode, held, now)
+        committed = "committed_pages", float(work.pages(page_size)) if page_size else 0.0
+        self._decoding = accounts.count(decode, (committed, _OPEN))
+        self._compute_at(prefill or decode, work)
+        self._open = True
+
+    def _compute_at(self, worker: str, work: Work) -> None:
         pairs = causal_pairs(work.cached_tokens, work.tokens)
         queued = (("own_tokens", work.new_tokens), ("own_pairs", pairs))
-        self._queued: _Charge | None = accounts.charge(prefill or decode, queued, None)
-        self._count_running(1)
-        self._open = True
+        self._queued: _Charge | None = self._accounts.charge(worker, queued, None)
+        self._computing = self._accounts.count(worker, () if worker == self._decode else (_OPEN,))
+
+    def prefill_at(self, worker: str) -> None:
+        """Charges another worker for the prompt, because the first one failed or does not compute
+        it."""
+        if self._open:
+            self.prefilled()
+            self._accounts.discount(self._computing)
+            self._compute_at(worker, replace(self._work, cached_tokens=0))
 
     def prefill_sent(self, now: float) -> None:
         if self._queued is not None and self._queued.sent_at is None:
@@ -217,8 +214,5 @@ class Charges:
             ("best_contexts", -contexts),
         )
         self._accounts.settle(self._held, (*left, ("best_free_pages", held), ("free_pages", held)))
-        self._count_running(-1)
-
-    def _count_running(self, sign: int) -> None:
-        for name, amounts in self._running.items():
-            self._accounts.add(name, self._lives[name], amounts, sign)
+        self._accounts.discount(self._decoding)
+        self._accounts.discount(self._computing)

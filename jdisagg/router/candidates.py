@@ -6,9 +6,9 @@ are candidates, with a penalty, only if the request has tokens already. Workers 
 breaker have a larger penalty. Workers that failed this request have a still larger one, and workers
 that cannot serve it the largest."""
 
-import enum
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 import numpy as np
 
@@ -104,9 +104,7 @@ def usable(
     avoided, unfit = dict.fromkeys(query.avoid, FAILED), dict.fromkeys(query.unfit, UNFIT)
     for penalties in (avoided, unfit, query.loads):
         for name, seconds in penalties.items():
-            row = state.row(name)
-            if row is not None:
-                against[rows == row] += seconds
+            against[rows == state.row_of(name)] += seconds
     return Candidates(side, rows, table, against)
 
 
@@ -169,19 +167,13 @@ def _why_not(table: Table, row: int) -> str:
 FAILURES = 3
 
 
-class BreakerState(enum.Enum):
-    CLOSED = "closed"
-    OPEN = "open"
-    HALF_OPEN = "half open"
-
-
 @dataclass(slots=True)
 class Breaker:
     """A circuit breaker: a worker that fails repeatedly gets no requests for a while, and then one
     attempt as a probe. If the probe succeeds, the worker gets requests again.
 
-    A breaker is CLOSED until `most_failures` failures in a row. It is then OPEN for a time that
-    doubles with each opening up to a bound (`timeouts.Backoff`). Afterwards it is HALF OPEN: the
+    A breaker is closed until `most_failures` failures in a row. It is then open for a time that
+    doubles with each opening up to a bound (`timeouts.Backoff`). Afterwards it is half open: the
     next attempt is the probe. The worker gets no other attempt until the probe's outcome is known
     or the back-off time has passed again. A success removes the breaker. Does no I/O; times are
     arguments."""
@@ -192,66 +184,81 @@ class Breaker:
     opened: int = 0  # number of times in a row that the breaker opened
     most_failures: int = FAILURES  # failures in a row that open the breaker
 
-    def state(self, now: float) -> BreakerState:
-        if not self.opened:
-            return BreakerState.CLOSED
-        return BreakerState.OPEN if now < self.barred_until else BreakerState.HALF_OPEN
-
     def failed(self, now: float) -> None:
         """Counts a failure of the worker. Does nothing while the breaker is open, because these are
         failures of attempts that were already running when it opened."""
-        if self.state(now) is BreakerState.OPEN and self.failures >= self.most_failures:
+        if now < self.barred_until and self.failures >= self.most_failures:
             return
         self.failures += 1
         if self.failures >= self.most_failures:
-            self._open(now)
+            self.opened += 1
+            self.barred_until = now + self.backoff.seconds(self.opened)
 
     def placed(self, now: float) -> None:
         """Records that an attempt was placed on the worker. In the half-open state the attempt is
         the probe, so no other attempt is placed on the worker until its outcome is known."""
-        if self.state(now) is BreakerState.HALF_OPEN:
+        if self.opened and now >= self.barred_until:
             self.failures = self.most_failures - 1
             self.barred_until = now + self.backoff.seconds(self.opened)
 
-    def _open(self, now: float) -> None:
-        self.opened += 1
-        self.barred_until = now + self.backoff.seconds(self.opened)
+
+Names = TypeVar("Names", bound=tuple[str, ...])
 
 
-class PairBreakers:
-    """Circuit breakers of pairs (prefill worker, decode worker), for transfers of KV. One failed
-    transfer opens a breaker, because the decode worker has already tried each block of the transfer
-    several times. A pair's breaker is removed when one of its workers registers again."""
+class Breakers(Generic[Names]):
+    """Circuit breakers of workers, or of pairs (prefill worker, decode worker) for transfers of KV.
+    Keys are the workers' names. A breaker ends when one of its workers leaves or registers again.
 
-    def __init__(self, backoff: Backoff = DEFAULT_TIMEOUTS.request.breaker) -> None:
-        self._backoff = backoff
-        self._breakers: dict[tuple[str, str], tuple[tuple[int, int], Breaker]] = {}
+    Args:
+        life: Function that returns the number of a worker's present registration, or 0 if the
+            worker is unknown.
+    """
 
-    def failed(self, pair: tuple[str, str], lives: tuple[int, int], now: float) -> None:
-        """Counts a failed transfer. `lives` has the registration numbers of the two workers."""
-        known, breaker = self._breakers.get(pair, (lives, None))
-        if breaker is None or known != lives:
-            breaker = Breaker(self._backoff, most_failures=1)
-            self._breakers[pair] = lives, breaker
+    def __init__(
+        self,
+        life: Callable[[str], int],
+        most_failures: int = FAILURES,
+        backoff: Backoff = DEFAULT_TIMEOUTS.request.breaker,
+    ) -> None:
+        self._life, self._most_failures, self._backoff = life, most_failures, backoff
+        self._breakers: dict[Names, tuple[list[int], Breaker]] = {}
+
+    def failed(self, names: Names, now: float) -> float:
+        """Counts a failure. Returns the time until which no attempt should be placed there."""
+        lives = self._lives(names)
+        if not all(lives):
+            return 0.0
+        self._forget()
+        new = Breaker(self._backoff, most_failures=self._most_failures)
+        _, breaker = self._breakers.setdefault(names, (lives, new))
         breaker.failed(now)
+        return breaker.barred_until
 
-    def succeeded(self, pair: tuple[str, str]) -> None:
-        self._breakers.pop(pair, None)
+    def succeeded(self, names: Names) -> bool:
+        """Removes the breaker. Returns whether there was one."""
+        return self._breakers.pop(names, None) is not None
 
-    def placed(self, pair: tuple[str, str], now: float) -> None:
-        if pair in self._breakers:
-            self._breakers[pair][1].placed(now)
+    def placed(self, names: Names, now: float) -> float:
+        """Records that an attempt was placed there. Returns the same time as `failed`."""
+        lives, breaker = self._breakers.get(names, ([], None))
+        if breaker is None or lives != self._lives(names):
+            return 0.0
+        breaker.placed(now)
+        return breaker.barred_until
 
-    def broken(self, life: Callable[[str], int], now: float) -> frozenset[tuple[str, str]]:
-        """Returns the pairs that should get no request now. `life` is a function that returns the
-        number of a worker's present registration."""
+    def barred(self, now: float) -> frozenset[Names]:
+        """Returns the workers or pairs that should get no attempt now."""
         if not self._breakers:
             return frozenset()
-        self._breakers = {
-            pair: (lives, breaker)
-            for pair, (lives, breaker) in self._breakers.items()
-            if lives == (life(pair[0]), life(pair[1]))
-        }
+        self._forget()
         return frozenset(
-            pair for pair, (_, breaker) in self._breakers.items() if now < breaker.barred_until
+            [names for names, (_, breaker) in self._breakers.items() if now < breaker.barred_until]
         )
+
+    def _lives(self, names: Names) -> list[int]:
+        return [self._life(name) for name in names]
+
+    def _forget(self) -> None:
+        self._breakers = {
+            names: kept for names, kept in self._breakers.items() if kept[0] == self._lives(names)
+        }

@@ -169,10 +169,9 @@ class ClusterState:
         self._heard_since = -math.inf  # every worker was heard after this time
         self._least_priority = 0  # no worker reported a lower one
         self.barred_until = 0.0  # no worker is barred for longer
-        self._link_costs: dict[Link, LinkCosts] = {}  # link costs, valid as long as `_sides`
+        # Link costs by indices of the senders and receivers in `_sides`, valid as long as these.
+        self._link_costs: dict[tuple[int, int, Link], LinkCosts] = {}
         self._measured: dict[str, dict[str, tuple[float, float]]] = {}  # links, see `LinkCosts`
-        self._peer_costs: dict[Link, LinkCosts] = {}
-        self._return_costs: dict[Link, LinkCosts] = {}
 
     def __len__(self) -> int:
         return len(self._names)
@@ -218,33 +217,25 @@ class ClusterState:
 
     def link_costs(self, far: Link) -> LinkCosts:
         """Returns the link costs from prefill to decode workers."""
-        link_costs = self._link_costs.get(far)
-        if link_costs is None:
-            prefill, decode = (self._ends(side) for side in self._both())
-            link_costs = self._link_costs[far] = LinkCosts(
-                prefill, decode, self.speeds, far, self._measured
-            )
-        return link_costs
+        return self._costs_between(0, 1, far)
 
     def peer_costs(self, far: Link) -> LinkCosts:
         """Returns the link costs between prefill workers."""
-        peer_costs = self._peer_costs.get(far)
-        if peer_costs is None:
-            prefill = self._ends(self._both()[0])
-            peer_costs = self._peer_costs[far] = LinkCosts(
-                prefill, prefill, self.speeds, far, self._measured
-            )
-        return peer_costs
+        return self._costs_between(0, 0, far)
 
     def return_costs(self, far: Link) -> LinkCosts:
         """Returns the link costs from decode to prefill workers."""
-        return_costs = self._return_costs.get(far)
-        if return_costs is None:
-            prefill, decode = (self._ends(side) for side in self._both())
-            return_costs = self._return_costs[far] = LinkCosts(
-                decode, prefill, self.speeds, far, self._measured
+        return self._costs_between(1, 0, far)
+
+    def _costs_between(self, senders: int, receivers: int, far: Link) -> LinkCosts:
+        key = senders, receivers, far
+        costs = self._link_costs.get(key)
+        if costs is None:
+            ends = [self._ends(side) for side in self._both()]
+            costs = self._link_costs[key] = LinkCosts(
+                ends[senders], ends[receivers], self.speeds, far, self._measured
             )
-        return return_costs
+        return costs
 
     def statuses(self) -> tuple[WorkerStatus, ...]:
         return tuple(self._statuses[name] for name in self._names)
@@ -338,7 +329,7 @@ class ClusterState:
         }
         if measured != self._measured.get(status.name, {}):
             self._measured[status.name] = measured
-            self._forget_links()
+            self._link_costs.clear()
 
     def forget(self, name: str) -> None:
         """Removes a worker. Idempotent. Later workers get new row numbers, so callers must store
@@ -363,13 +354,24 @@ class ClusterState:
         self._forget_speeds()
         self._change_form()
 
-    def bar(self, row: int, until: float) -> None:
-        self.table["barred_until"][row] = until
+    def bar(self, name: str, until: float) -> None:
+        """Makes placement avoid a worker until time `until`. The worker is still chosen if there is
+        no other worker."""
+        self._set(name, "barred_until", until)
         self.barred_until = max(self.barred_until, until)
 
-    def hear(self, row: int, at: float) -> None:
-        self.table["heard_at"][row] = at
-        self._heard_since = min(self._heard_since, at)
+    def pace(self, name: str, until: float) -> None:
+        self._set(name, "paced_until", until)
+
+    def excuse(self, name: str, heard_at: float) -> None:
+        """Sets the time of a worker's last heartbeat. Called after a period in which this router
+        could not receive heartbeats."""
+        self._set(name, "heard_at", heard_at)
+        self._heard_since = min(self._heard_since, heard_at)
+
+    def _set(self, name: str, column: str, value: float) -> None:
+        if (row := self._rows.get(name)) is not None:
+            self.table[column][row] = value
 
     def silent_for(self, now: float, most: float) -> bool:
         if now - self._heard_since > most:
@@ -414,12 +416,7 @@ class ClusterState:
 
     def _change_form(self) -> None:
         self._sides, self._heard_since = None, -math.inf
-        self._forget_links()
-
-    def _forget_links(self) -> None:
         self._link_costs.clear()
-        self._peer_costs.clear()
-        self._return_costs.clear()
 
     def _both(self) -> tuple[Side, Side]:
         if self._sides is None:

@@ -26,6 +26,7 @@ from jdisagg.costs.hardware import Link
 from jdisagg.costs.speeds import Array, Speed
 from jdisagg.plain import plain
 from jdisagg.router.accounts import GROWTH_TOKENS, Work
+from jdisagg.router.candidates import Candidates
 from jdisagg.router.cluster_state import ClusterState, Flags, Side, Table
 from jdisagg.router.decision import Decision, PlacementPolicy, PlacementQuery
 from jdisagg.router.link_costs import Indices
@@ -139,9 +140,8 @@ class LocalCosts:
     paced: Array
 
 
-def prefills_of(
-    state: ClusterState, side: Side, rows: Indices, table: Table, query: PlacementQuery
-) -> PrefillCosts:
+def prefills_of(state: ClusterState, some: Candidates, query: PlacementQuery) -> PrefillCosts:
+    side, rows, table = some.side, some.rows, some.table
     tokens = table["queued_tokens"] + table["own_tokens"]
     pairs = table["queued_pairs"] + table["own_pairs"]
     if query.yielding:
@@ -165,48 +165,41 @@ def prefills_of(
     at, cached = known_at(state, rows, query)
     spared = np.zeros(len(rows))
     if len(at):
-        some, cold = table.take(at), prefill[at]
-        for speed, chunk, which in alike(state, side, some):
+        holding, cold = table.take(at), prefill[at]
+        for speed, chunk, which in alike(state, side, holding):
             prefill[at[which]] = speed.prefills_seconds(
                 query.work.tokens - cached[which], cached[which], chunk
             )
         spared[at] = cold - prefill[at]
     if query.coming:
-        _spare_coming(state, side, table, rows, query, (prefill, spared), (at, cached))
+        _spare_coming(state, some, query, (prefill, spared), (at, cached))
     return PrefillCosts(rows, queue, prefill, spared, chunks, (at, cached))
 
 
 def _spare_coming(
     state: ClusterState,
-    side: Side,
-    table: Table,
-    rows: Indices,
+    some: Candidates,
     query: PlacementQuery,
     costs: tuple[Array, Array],
     known: tuple[Indices, Array],
 ) -> None:
     prefill, spared = costs
-    cached = np.zeros(len(rows))
+    cached = np.zeros(len(some))
     cached[known[0]] = known[1]
-    at, coming = _tokens_at(state, rows, query.coming, query.most_known)
+    at, coming = _tokens_at(state, some.rows, query.coming, query.most_known)
     more = np.flatnonzero(coming > cached[at])
     at, coming = at[more], coming[more]
-    for speed, chunk, which in alike(state, side, table.take(at)) if len(at) else ():
-        some, tokens = at[which], coming[which]
+    for speed, chunk, which in alike(state, some.side, some.table.take(at)) if len(at) else ():
+        places, tokens = at[which], coming[which]
         seconds = speed.prefills_seconds(query.work.tokens - tokens, tokens, chunk)
-        spared[some] += prefill[some] - seconds
-        prefill[some] = seconds
+        spared[places] += prefill[places] - seconds
+        prefill[places] = seconds
 
 
 def decodes_of(
-    state: ClusterState,
-    side: Side,
-    rows: Indices,
-    table: Table,
-    query: PlacementQuery,
-    policy: PlacementPolicy,
+    state: ClusterState, some: Candidates, query: PlacementQuery, policy: PlacementPolicy
 ) -> DecodeCosts:
-    work = query.work
+    side, rows, table, work = some.side, some.rows, some.table, query.work
     ranks = table["ranks"] if side.several_ranks else 1
     ours, waiting = table["own_sequences"], table["waiting"]
     here = table["running"] + ours
@@ -231,7 +224,7 @@ def decodes_of(
         now_short -= _each(yielding[1], ranks)
         staying = here - yielding[0]
         slow = slow & (yielding[0] < work.children)
-    later_short = _each(committed + _pages(work, page, work.expected_tokens) - total, ranks)
+    later_short = committed + _pages(work, page, work.expected_tokens) - total
     room = side.room if rows is side.rows else side.room.take(side.rows.searchsorted(rows))
     slots_short = staying + work.children - room
     shortest = np.maximum(np.maximum(now_short, later_short), slots_short)
@@ -239,16 +232,18 @@ def decodes_of(
     if not late and np.maximum.reduce(shortest, initial=0.0) <= 0:
         zeros = side.zeros if rows is side.rows else np.zeros(len(rows))
         return DecodeCosts(rows, zeros, step, busy, room=True)
-    some = np.maximum(1.0, here)
-    each = np.maximum(1.0, used / some)
-    leaving = np.maximum(np.maximum(now_short, later_short) / each, slots_short) + waiting
+    # Pages that the end of a sequence frees now, and those that it would have used later.
+    each = np.maximum(1.0, used / np.maximum(1.0, here))
+    later_each = np.maximum(1.0, committed / np.maximum(1.0, staying))
+    leaving = np.maximum(now_short / each, later_short / later_each)
+    leaving = np.maximum(leaving, slots_short) + waiting
     if np.count_nonzero(slow):
         leaving = np.where(slow & (leaving < 1.0), 1.0, leaving)
     # An empty worker never gets more room, and refuses requests that need more than it has.
     waits = (leaving > 0) & (here + waiting > 0)
     queue = np.zeros(len(rows))
     if np.count_nonzero(waits):
-        running = np.minimum(some, np.maximum(1.0, room))
+        running = np.maximum(1.0, np.minimum(here, table["slots"]))
         queue = np.where(waits, np.ceil(leaving) * query.typical_tokens * step / running, queue)
     return DecodeCosts(rows, queue, step, busy)
 
@@ -262,6 +257,9 @@ def _step_seconds(
     )
     sequences = np.maximum(sequences, table["most_sequences"])
     contexts = np.maximum(contexts, table["most_contexts"])
+    # More sequences than slots wait for a slot, and are in no step.
+    stepped = np.minimum(1.0, np.maximum(1.0, table["slots"] / ranks) / sequences)
+    sequences, contexts = stepped * sequences, stepped * contexts
     if side.speed is not None and len(sequences):
         return side.speed.step_seconds(sequences, contexts)
     step = np.empty(len(sequences))
@@ -319,14 +317,9 @@ def most_computed(table: Table, whole: bool = False) -> Array:
 
 
 def local_prefills(
-    state: ClusterState,
-    side: Side,
-    decodes: DecodeCosts,
-    table: Table,
-    query: PlacementQuery,
-    now: float,
+    state: ClusterState, some: Candidates, decodes: DecodeCosts, query: PlacementQuery, now: float
 ) -> LocalCosts:
-    alone = prefills_of(state, side, decodes.rows, table, query)
+    alone, table = prefills_of(state, some, query), some.table
     lacking = np.full(len(decodes.rows), float(query.work.tokens))
     at, cached = alone.known
     lacking[at] -= cached
@@ -445,30 +438,20 @@ def alike(
 CHUNKS_ISSUED = STEPS_ISSUED = 2
 
 
-@plain
-class Trusted:
-    """For each prefill worker and each decode worker, whether KV may be fetched from it. None means
-    that KV may be fetched from all of them."""
-
-    prefills: Flags | None = None
-    decodes: Flags | None = None
-
-
 def with_fetches(
     state: ClusterState,
-    side: Side,
+    some: Candidates,
     costs: PrefillCosts,
-    table: Table,
+    others: Candidates,
     decodes: DecodeCosts,
-    trusted: Trusted,
     query: PlacementQuery,
     policy: PlacementPolicy,
 ) -> PrefillCosts:
     queue = np.maximum(0.0, costs.queue)
-    waiting = np.minimum(queue, _issued(state, side, table))
-    holders = _prefill_holders(costs, waiting, trusted)
+    waiting = np.minimum(queue, _issued(state, some))
+    holders = _prefill_holders(costs, waiting, some.trusted)
     if policy.fetch_from_decode:
-        holders += _decode_holders(state, decodes, trusted, query)
+        holders += _decode_holders(state, decodes, others.trusted, query)
     if not holders:
         return costs
     every = state.prefill.rows
@@ -484,7 +467,7 @@ def with_fetches(
             links, among = state.peer_costs(policy.far), every
         source = among.searchsorted(np.array([holder.row]))
         moving = links.seconds(source, places, missing)[0] + holder.issued_seconds + waiting
-        computing = _computing(state, side, table, query, holder)
+        computing = _computing(state, some, query, holder)
         fetched = np.maximum(0.0, moving - queue) + computing
         pays = _cheaper(query, queue + fetched, queue + best, chosen) & (missing > 0)
         if np.count_nonzero(pays):
@@ -501,8 +484,10 @@ def _cheaper(query: PlacementQuery, fetched: Array, best: Array, chosen: Indices
     return fetching[0] + fetching[1] * fetched < constant + factor * best
 
 
-def _prefill_holders(costs: PrefillCosts, waiting: Array, trusted: Trusted) -> tuple[Holder, ...]:
-    at, known = _asked(costs.known, trusted.prefills)
+def _prefill_holders(
+    costs: PrefillCosts, waiting: Array, trusted: Flags | None
+) -> tuple[Holder, ...]:
+    at, known = _asked(costs.known, trusted)
     if not len(at) or len(costs.rows) < 2:
         return ()
     tokens = known.max()
@@ -512,9 +497,9 @@ def _prefill_holders(costs: PrefillCosts, waiting: Array, trusted: Trusted) -> t
 
 
 def _decode_holders(
-    state: ClusterState, costs: DecodeCosts, trusted: Trusted, query: PlacementQuery
+    state: ClusterState, costs: DecodeCosts, trusted: Flags | None, query: PlacementQuery
 ) -> tuple[Holder, ...]:
-    at, known = _asked(known_at(state, costs.rows, query), trusted.decodes)
+    at, known = _asked(known_at(state, costs.rows, query), trusted)
     if not len(at):
         return ()
     tokens = known.max()
@@ -532,18 +517,18 @@ def _asked(known: tuple[Indices, Array], trusted: Flags | None) -> tuple[Indices
     return at, tokens
 
 
-def _issued(state: ClusterState, side: Side, table: Table) -> Array:
-    seconds = np.empty(len(table))
-    for speed, chunk, which in alike(state, side, table):
+def _issued(state: ClusterState, some: Candidates) -> Array:
+    seconds = np.empty(len(some))
+    for speed, chunk, which in alike(state, some.side, some.table):
         seconds[which] = CHUNKS_ISSUED * speed.backlog_rates(chunk)[0] * chunk
     return seconds
 
 
 def _computing(
-    state: ClusterState, side: Side, table: Table, query: PlacementQuery, holder: Holder
+    state: ClusterState, some: Candidates, query: PlacementQuery, holder: Holder
 ) -> Array:
-    seconds = np.empty(len(table))
+    seconds = np.empty(len(some))
     new, known = np.array([query.work.tokens - holder.tokens]), np.array([holder.tokens])
-    for speed, chunk, which in alike(state, side, table):
+    for speed, chunk, which in alike(state, some.side, some.table):
         seconds[which] = speed.prefills_seconds(new.astype(float), known.astype(float), chunk)[0]
     return seconds

@@ -68,6 +68,8 @@ class PlacementQuery:
         session_workers: Workers of the last turn of the request's session.
         unfit: Workers that cannot serve the request. One of them is chosen only if there are no
             others, not even workers to `avoid`, because these may have recovered.
+        prefill_only: Whether a prefill worker answers alone, so that the request neither waits for
+            a decode worker nor uses one.
     """
 
     work: Work
@@ -88,15 +90,13 @@ class PlacementQuery:
     block_tokens: int = 1
     session_workers: frozenset[str] = frozenset()
     unfit: frozenset[str] = frozenset()
+    prefill_only: bool = False
 
     @property
     def most_known(self) -> int:
         """Number of tokens that a worker need not compute if it has cached the whole prompt. The
         block of the last token must be computed."""
         return (self.work.tokens - 1) // self.block_tokens * self.block_tokens
-
-    def coming_to(self, worker: str) -> int:
-        return min(self.coming.get(worker, 0), self.most_known)
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,6 +160,7 @@ class Decision:
 
     Attributes:
         prefill: Prefill worker, or None if the decode worker computes the prompt.
+        decode: Decode worker, or "" if the prefill worker answers alone.
         context_tokens: Largest context of the decode worker, in tokens.
         kind: Kind of the choice, from a small fixed set of labels for metrics.
         terms: Predicted seconds of each stage.
@@ -180,6 +181,10 @@ class Decision:
     peer_tokens: int = 0
 
     @property
+    def workers(self) -> frozenset[str]:
+        return frozenset(filter(None, (self.prefill, self.decode)))
+
+    @property
     def way(self) -> PromptWay:
         if self.prefill is None:
             return PromptWay.APPEND
@@ -188,9 +193,11 @@ class Decision:
 
 @plain
 class Deferred:
-    """No worker can start the request now, so it waits at the router."""
+    """No worker can start the request now, so it waits at the router. `for_room`: whether it waits
+    for a decode worker, so that a prefill-only request may start before it."""
 
     reason: str
+    for_room: bool = False
 
 
 @plain

@@ -30,7 +30,6 @@ from jdisagg.router.cost_terms import (
     DecodeCosts,
     LocalCosts,
     PrefillCosts,
-    Trusted,
     decodes_of,
     known_at,
     known_to,
@@ -103,7 +102,7 @@ def decide(
     decision = _choose(state, weighed, decodes, query, policy)
     if decision.prefill is None:
         decision = _with_source(state, decision, prefills, decodes, query, policy)
-    if again := sorted(query.session_workers & {decision.prefill, decision.decode}):
+    if again := sorted(query.session_workers & decision.workers):
         reason = f"{decision.reason}; the session's last turn was on {' and '.join(again)}"
         decision = replace(decision, reason=reason)
     # Assumed times can rank workers. They neither refuse nor defer a request.
@@ -114,8 +113,7 @@ def decide(
 
 def price_sources(state: ClusterState, decision: Decision) -> set[PriceSource]:
     """Returns where the predicted times of the workers of a decision come from."""
-    names = (decision.prefill, decision.decode)
-    return {state.description(name).kind.source for name in names if name}
+    return {state.description(name).kind.source for name in decision.workers}
 
 
 def weigh(
@@ -126,13 +124,10 @@ def weigh(
     now: float,
     policy: PlacementPolicy,
 ) -> Weighed:
-    every = prefills_of(state, prefills.side, prefills.rows, prefills.table, query)
-    side = decodes_of(state, decodes.side, decodes.rows, decodes.table, query, policy)
+    every = prefills_of(state, prefills, query)
+    side = decodes_of(state, decodes, query, policy)
     if policy.peer_fetch and query.cached and len(prefills):
-        trusted = Trusted(prefills.trusted, decodes.trusted)
-        every = with_fetches(
-            state, prefills.side, every, prefills.table, side, trusted, query, policy
-        )
+        every = with_fetches(state, prefills, every, decodes, side, query, policy)
     against, places = prefills.penalties, None
     spared = WORTH_TO_OTHERS * every.spared
     if len(prefills) > MOST_PREFILLS:
@@ -152,17 +147,19 @@ def weigh(
         rest = rest + penalties
     ttft = _ttft(every, side, query, policy)
     after = side.join + rest
-    if not policy.decode_first:
+    if query.prefill_only:
+        transfer, after = np.zeros_like(transfer), np.zeros(len(decodes))
+    elif not policy.decode_first:
         after = after + side.queue
     pairs = ttft + transfer + after[None, :] - spared[:, None]
     if against is not None:
         pairs = pairs + against[:, None]
-    if policy.far_prefill_tokens:
+    if policy.far_prefill_tokens and not query.prefill_only:
         pairs = pairs + np.where(too_far(state, every, decodes.table, query, policy), FAR, 0.0)
     late = ttft + query.age_seconds > query.limit_seconds
     if np.count_nonzero(late):
         pairs += np.where(late, LATE, 0.0)
-    if query.broken:
+    if query.broken and not query.prefill_only:
         pairs = pairs + broken_pairs(state, query, every.rows, decodes.rows)
     if (unlike := apart(state, every.rows, decodes.rows)) is not None:
         pairs = np.where(unlike, np.inf, pairs)
@@ -178,7 +175,7 @@ def _ttft(
     prefills: PrefillCosts, decodes: DecodeCosts, query: PlacementQuery, policy: PlacementPolicy
 ) -> Array:
     """The array has shape [prefill workers, 1] if the time does not depend on the decode worker."""
-    if decodes.room or not policy.decode_first:
+    if decodes.room or query.prefill_only or not policy.decode_first:
         ttft = (np.maximum(prefills.queue, 0.0) + prefills.prefill)[:, None]
     else:
         waits = np.maximum(prefills.queue[:, None], decodes.queue[None, :])
@@ -208,7 +205,7 @@ def _weigh_alone(
 ) -> tuple[LocalCosts, Array]:
     """Running streams stall while the prompt is computed, and the lost time is charged to this
     request. Where prefill workers exist, a decode worker computes at most one chunk."""
-    local = local_prefills(state, decodes.side, side, decodes.table, query, now)
+    local = local_prefills(state, decodes, side, query, now)
     costs = local.costs
     ttft = np.maximum(costs.queue, side.queue) + costs.prefill
     ttft = _corrected(ttft, query.corrections.append)
@@ -262,6 +259,8 @@ def _said(
     query: PlacementQuery,
     policy: PlacementPolicy,
 ) -> Decision:
+    if not pair.decode:
+        return pair
     row = state.row_of(pair.decode)
     if weighed.local is not None and state.table.flag("can_prefill")[row]:
         at, local = int(decodes.rows.searchsorted(row)), weighed.local
@@ -310,18 +309,20 @@ def _pair(
     if cost == np.inf:
         return None
     prefills, side = weighed.prefills, weighed.decodes
-    terms = CostTerms(
-        float(prefills.queue[which]),
-        float(prefills.prefill[which]),
-        float(weighed.transfer[which, other]),
-        float(side.queue[other]),
-        float(side.step[other]),
-    )
-    prefill, decode = state.name(int(prefills.rows[which])), state.name(int(decodes.rows[other]))
+    terms = CostTerms(float(prefills.queue[which]), float(prefills.prefill[which]))
+    prefill, decode = state.name(int(prefills.rows[which])), ""
+    if not query.prefill_only:
+        decode = state.name(int(decodes.rows[other]))
+        terms = replace(
+            terms,
+            transfer=float(weighed.transfer[which, other]),
+            decode_queue=float(side.queue[other]),
+            step=float(side.step[other]),
+        )
     cached, held = known_to(prefill, query), known_to(decode, query)
     source = -1 if prefills.fetches is None else int(prefills.fetches[which])
     kind = "prefix" if cached or held or source >= 0 else "seconds"
-    first, gap = terms.prefill_queue, terms.transfer + side.join_of(other)
+    first, gap = terms.prefill_queue, terms.transfer + (side.join_of(other) if decode else 0.0)
     if policy.decode_first:
         first = max(first, terms.decode_queue)
     else:
@@ -405,7 +406,7 @@ def _decision(
     kind: str,
     cached: int,
 ) -> Decision:
-    who = f"{prefill} and {decode}" if prefill else f"{decode} alone"
+    who = f"{prefill} and {decode}" if prefill and decode else f"{prefill or decode} alone"
     reason = (
         f"{who}: predicted first token in {_ms(ttft)}{_known(cached)}, hand-off {_ms(gap)}, decode"
         f" step {_ms(terms.step)}"
@@ -433,9 +434,8 @@ def _admitted(
         )
         return Refusal(reason, retry_after(ttft - query.limit_seconds))
     if decision.terms.decode_queue > 0 and (policy.decode_first or decision.prefill is None):
-        return Deferred(
-            f"no decode worker has room; the next is expected in {_ms(decision.terms.decode_queue)}"
-        )
+        expected = _ms(decision.terms.decode_queue)
+        return Deferred(f"no decode worker has room; the next is expected in {expected}", True)
     queue = decision.terms.prefill_queue
     if decision.prefill is not None and decision.cached_tokens:
         queue = min(queue, float(weighed.prefills.queue.min()))
@@ -487,32 +487,17 @@ def _with_source(
     query: PlacementQuery,
     policy: PlacementPolicy,
 ) -> Decision:
-    source, tokens = _source(state, prefills, decodes, query, policy)
-    return (
-        _fetching(decision, state.name(source), tokens)
-        if tokens > decision.cached_tokens
-        else decision
-    )
-
-
-def _source(
-    state: ClusterState,
-    prefills: Candidates,
-    decodes: Candidates,
-    query: PlacementQuery,
-    policy: PlacementPolicy,
-) -> tuple[int, int]:
     """A decode worker is chosen only if it has more tokens cached than any prefill worker."""
-    found = -1, 0
+    found, found_tokens = -1, decision.cached_tokens
     kinds = (prefills, decodes) if policy.fetch_from_decode else (prefills,)
     for some in kinds if policy.peer_fetch else ():
         at, tokens = known_at(state, some.rows, query)
         tokens = np.where(some.against[at] < BARRED, tokens, 0.0)
         most = int(tokens.max(initial=0.0))
-        if most > found[1]:
+        if most > found_tokens:
             # The lowest row, so that the order of reports does not matter.
-            found = int(some.rows[at[tokens == most].min()]), most
-    return found
+            found, found_tokens = int(some.rows[at[tokens == most].min()]), most
+    return decision if found < 0 else _fetching(decision, state.name(found), found_tokens)
 
 
 def _known(tokens: int) -> str:

@@ -285,6 +285,7 @@ class Admission:
     def _put_back(self, prompt: Prompt) -> None:
         self._idle.remove(prompt)
         self.release(prompt)
+        self.prompts.stall(prompt.key)  # those before it in the queue would wait for it
         self.enqueue(prompt)
 
     # ---- who gives way
@@ -350,7 +351,6 @@ class Admission:
                 )
 
     def _own_pages(self, rank: int, *owners: int) -> int:
-        """Returns how many pages become free when all these owners release theirs."""
         ledger = self._state.ledgers[rank]
         held = Counter([page for owner in owners for page in ledger.pages(owner)])
         return sum([ledger.references(page) == count for page, count in held.items()])
@@ -374,7 +374,6 @@ class Admission:
         return pages, slots, cached
 
     def _place(self, waiting: Prompt, need: _Need) -> _Place | None:
-        """Returns the best rank that has room for a prompt, or None if none has."""
         places, ledgers = list[_Place](), self._state.ledgers
         for rank in range(self._state.limits.ranks):
             pages, slots, cached = self._short(waiting, need, rank)
@@ -396,14 +395,12 @@ class Admission:
         return cached if living[rank] <= min(living) + self._ahead else 0
 
     def _tail(self, waiting: Prompt, rank: int, cached: int) -> bytes:
-        """Returns the name of a prompt's tail if it is in pages, behind all blocks before it."""
         tail, kept = waiting.tail, self._state.residency
         if tail is None or cached < tail.start or not kept.pages(rank, tail.name):
             return b""
         return tail.name
 
     def _slots(self, waiting: Prompt) -> int:
-        """Returns the number of state slots, or of pages of windows, that a prompt needs."""
         if waiting.decodes:
             return len(waiting.children) * self._state.states.on
         return self._state.room.needed(waiting.tokens)
@@ -432,7 +429,6 @@ class Admission:
         return max(known, min(self._limit(waiting.request), known + growth_tokens))
 
     def _limit(self, request: Request) -> int:
-        """Returns the number of positions for which a request may need KV."""
         most = request.most_tokens(self._state.limits.context_tokens)
         return len(request.prompt_token_ids) + most - 1
 
@@ -472,15 +468,8 @@ class Admission:
             if left < 0:
                 break
             promised += self._slots(later)
-        return room.begin_windows(
-            self._state.residency,
-            rank,
-            waiting.key,
-            waiting.chain,
-            waiting.tokens,
-            cached,
-            promised // len(ledgers),
-        )
+        kept, promised = self._state.residency, promised // len(ledgers)
+        return room.begin_windows(kept, rank, waiting, cached, promised)
 
     def _reserve(
         self, waiting: Prompt, need: _Need, place: _Place, lease_until: float
@@ -523,7 +512,8 @@ class Admission:
                 copy = ledger.own(sequence.key, prompt_pages - 1)
                 assert copy is not None, "the group holds the page too"
                 group.copies.append((rank, *copy))
-            assert ledger.extend(sequence.key, own_pages) is not None, "room was checked"
+            extended = ledger.extend(sequence.key, own_pages)
+            assert extended is not None, "room was checked"
             group.children.append(sequence)
         self._state.add_group(group)
         return group

@@ -126,13 +126,11 @@ class DecodeBatches:
     def interrupting(self) -> bool:
         """Returns whether a running span should be interrupted: a ready sequence could take a free
         slot, or a frozen sequence must stop for its migration."""
-        for child in self._state.ready:
-            if not child.frozen and None in self._state.slots[child.rank]:
-                return True
-        for child in self._state.frozen:
-            if child.stage is Stage.RUNNING and child.issued_position > child.position:
-                return True
-        return False
+        state = self._state
+        return any(not one.frozen and None in state.slots[one.rank] for one in state.ready) or any(
+            one.stage is Stage.RUNNING and one.issued_position > one.position
+            for one in state.frozen
+        )
 
     def yielding_slots(self) -> list[Sequence]:
         yielding: list[Sequence] = []

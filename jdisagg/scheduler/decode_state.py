@@ -13,13 +13,13 @@ from collections import Counter
 from dataclasses import replace
 
 from jdisagg.request import FinishReason
+from jdisagg.scheduler.block_names import Tail
 from jdisagg.scheduler.executor import MeshLimits
 from jdisagg.scheduler.handoff import HandoffEvent, HandoffState, sweep
 from jdisagg.scheduler.page_ledger import PageLedger, pages_for
 from jdisagg.scheduler.prompt_room import AdapterTable, PromptRoom, snapshots_of
 from jdisagg.scheduler.residency import BlockNames, Chain, Residency
 from jdisagg.scheduler.sequences import ChildProgress, Sequence, SequenceGroup, Stage
-from jdisagg.scheduler.tails import Tail
 
 
 class DecodeState:
@@ -165,14 +165,6 @@ class DecodeState:
         news, self.news = self.news, []
         return news
 
-    def take_ended(self) -> list[int]:
-        ended, self.ended = self.ended, []
-        return ended
-
-    def take_cut(self) -> list[int]:
-        cut, self.cut = self.cut, []
-        return cut
-
     def cover(self, group: SequenceGroup, tokens: int) -> tuple[int, ...] | None:
         """Returns the pages for positions [0, tokens) of a group, or None if too few pages are
         free. Reserves more pages if needed, because a migrated sequence may have grown on its
@@ -249,7 +241,6 @@ class DecodeState:
         return tail
 
     def _cacheable(self, child: Sequence) -> bool:
-        """Whether the pages of a child have KV of the present weights."""
         current = child.group.epoch == self.residency.epoch
         return self.residency.on and child.stage is not Stage.RESERVED and current
 

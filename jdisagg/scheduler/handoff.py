@@ -87,11 +87,7 @@ class Handoff:
     def renew(self, deadline: float) -> "Handoff":
         """Returns the hand-off after progress. Its deadline becomes `deadline` if that is later. A
         final hand-off is returned unchanged."""
-        return (
-            self
-            if self.state.final
-            else Handoff(self.handoff_id, self.state, max(self.deadline, deadline))
-        )
+        return self.expect(max(self.deadline, deadline))
 
     def expect(self, deadline: float) -> "Handoff":
         """Returns the hand-off with a new deadline, which may be earlier than the old one. A final

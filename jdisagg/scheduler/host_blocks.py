@@ -64,7 +64,7 @@ class TierBlock:
     Attributes:
         pieces: The parts of it in host memory; empty if it is on disk.
         readers: Number of restores that read it now.
-        tail: Whether it is a tail (`scheduler/tails.py`), of which routers do not know.
+        tail: Whether it is a tail (`scheduler/block_names.py`), of which routers do not know.
     """
 
     name: bytes

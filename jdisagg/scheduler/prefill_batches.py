@@ -49,17 +49,11 @@ class PrefillBatches:
     def __iter__(self) -> Iterator[Prompt]:
         return itertools.chain.from_iterable(self.queues)
 
-    def __len__(self) -> int:
-        return sum(map(len, self.queues))
-
     def queued_tokens(self, rank: int) -> int:
         return sum(prompt.left_tokens for prompt in self.queues[rank])
 
     def beside(self, sizes: Sequence[int]) -> tuple[int, ...]:
         return tuple(size for size in sizes if size >= (self._cut_tokens or 0))
-
-    def gathers(self) -> bool:
-        return gathers(self.queues)
 
     def add(self, prompt: Prompt) -> None:
         """Queues a prompt in order of arrival. It is never queued before a partly issued prompt of

@@ -16,7 +16,8 @@ from jdisagg.layout.kv_spec import KvKind
 from jdisagg.request import Request
 from jdisagg.scheduler.executor import MeshLimits
 from jdisagg.scheduler.page_ledger import PageLedger
-from jdisagg.scheduler.residency import Chain, Residency
+from jdisagg.scheduler.residency import Residency
+from jdisagg.scheduler.sequences import Prompt
 from jdisagg.scheduler.snapshots import Snapshots
 from jdisagg.scheduler.window_pages import Table, WindowPages, WindowSnapshots
 
@@ -43,18 +44,12 @@ class PromptRoom:
         return self.windows[rank].own(owner) if self.windows else int(self.states.on)
 
     def begin_windows(
-        self,
-        kept: Residency,
-        rank: int,
-        owner: int,
-        chain: Chain,
-        tokens: int,
-        cached: int,
-        promised: int,
+        self, kept: Residency, rank: int, prompt: Prompt, cached: int, promised: int
     ) -> Table:
         """Assigns a prompt its pages of sliding-window layers. If a prefix of the prompt is cached,
         the first of these pages hold the window before its end. Records at which positions the
         prompt's window will be cached."""
+        owner, chain, tokens = prompt.key, prompt.chain, prompt.tokens
         wanted = kept.wanted_snapshots(rank, chain, tokens, cached)
         window = kept.use_snapshot(rank, chain, cached) if cached else ()
         table = self.windows[rank].begin(owner, tokens, cached, window, wanted, promised)
@@ -98,8 +93,6 @@ class StateSlots:
         return self._ledgers[rank].free_pages
 
     def free_by_rank(self) -> tuple[int, ...]:
-        if not self.on:
-            return self.by_rank
         return tuple([ledger.free_pages for ledger in self._ledgers])
 
     def take(self, rank: int, owner: int) -> None:

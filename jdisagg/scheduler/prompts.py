@@ -12,7 +12,8 @@ Invariants (each is a test of the same name in tests/scheduler/test_shared_promp
 - nothing_is_left_when_all_prompts_have_ended
 """
 
-from collections import OrderedDict
+import sys
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -23,13 +24,11 @@ from jdisagg.plain import plain
 from jdisagg.request import Identity, Request
 from jdisagg.scheduler.decode_state import DecodeState
 from jdisagg.scheduler.executor import MeshLimits
-from jdisagg.scheduler.prefill_batches import PrefillBatches
+from jdisagg.scheduler.prefill_batches import PrefillBatches, gathers
 from jdisagg.scheduler.prices import MovePrice
 from jdisagg.scheduler.residency import Chain
 from jdisagg.scheduler.sequences import Prompt
 from jdisagg.telemetry import Counters
-
-Order = tuple[float, int]
 
 
 @plain
@@ -42,11 +41,9 @@ class Leader:
 
 
 @dataclass(slots=True)
-class _Prompt:
-    order: Order
-    chain: Chain
+class _Shared:
+    prompt: Prompt
     reached: int = 0  # number of leading blocks whose chunks are issued
-    begun: bool = False
     stalled: bool = False
     waits: Leader | None = None
     followers: dict[int, int] = field(default_factory=dict)  # number of common blocks by key
@@ -57,17 +54,16 @@ class SharedPrompts:
     none."""
 
     def __init__(self) -> None:
-        self._prompts: dict[int, _Prompt] = {}
+        self._prompts: dict[int, _Shared] = {}
         self._makers: dict[bytes, dict[int, None]] = {}  # prompts that have each block
 
     def __len__(self) -> int:
         return len(self._prompts)
 
-    def begin(self, key: int, order: Order, chain: Chain) -> None:
-        """`order` is its sort key in the queue. `chain` has the names of its blocks."""
-        self._prompts[key] = _Prompt(order, chain)
-        for name in chain:
-            self._makers.setdefault(name, {})[key] = None
+    def begin(self, prompt: Prompt) -> None:
+        self._prompts[prompt.key] = _Shared(prompt)
+        for name in prompt.chain:
+            self._makers.setdefault(name, {})[prompt.key] = None
 
     def leader(self, key: int, useful: Chain, known: int) -> Leader | None:
         """Returns the prompt that will compute most of the next blocks of prompt `key`, or None if
@@ -77,10 +73,11 @@ class SharedPrompts:
         if own is None or known >= len(useful):
             return None
         for other in self._makers.get(useful[known], ()):
-            prompt = self._prompts[other]
-            if other == key or prompt.stalled or not (prompt.begun or prompt.order < own.order):
+            shared = self._prompts[other]
+            prompt, waits = shared.prompt, shared.prompt.rank < 0
+            if other == key or shared.stalled or (waits and own.prompt.order < prompt.order):
                 continue
-            if prompt.reached <= known and (count := _common(useful, prompt.chain)) > best.blocks:
+            if shared.reached <= known and (count := _common(useful, prompt.chain)) > best.blocks:
                 best = Leader(other, count)
         return best if best.blocks > known else None
 
@@ -89,48 +86,44 @@ class SharedPrompts:
         self._prompts[leader.key].followers[key] = leader.blocks
 
     def waits(self, key: int) -> bool:
-        prompt = self._prompts.get(key)
-        return prompt is not None and prompt.waits is not None
-
-    def started(self, key: int) -> None:
-        if (prompt := self._prompts.get(key)) is not None:
-            prompt.begun = True
+        shared = self._prompts.get(key)
+        return shared is not None and shared.waits is not None
 
     def reached(self, key: int, blocks: int) -> tuple[int, ...]:
         """Records that the chunks with a prompt's first `blocks` blocks are issued. Returns the
         keys of the prompts that need not wait any longer."""
-        prompt = self._prompts.get(key)
-        if prompt is None:
+        shared = self._prompts.get(key)
+        if shared is None:
             return ()
-        prompt.reached, prompt.stalled = max(prompt.reached, blocks), False
-        return self._release(prompt, blocks)
+        shared.reached, shared.stalled = max(shared.reached, blocks), False
+        return self._release(shared, blocks)
 
     def stall(self, key: int) -> tuple[int, ...]:
-        prompt = self._prompts.get(key)
-        if prompt is None:
+        shared = self._prompts.get(key)
+        if shared is None:
             return ()
-        prompt.stalled = True
-        return self._release(prompt, len(prompt.chain))
+        shared.stalled = True
+        return self._release(shared)
 
     def end(self, key: int) -> tuple[int, ...]:
         """Removes a prompt that was computed or cancelled. Returns the keys of the prompts that
         still waited for it. Idempotent."""
-        prompt = self._prompts.pop(key, None)
-        if prompt is None:
+        shared = self._prompts.pop(key, None)
+        if shared is None:
             return ()
-        if prompt.waits is not None:
-            self._prompts[prompt.waits.key].followers.pop(key, None)
-        for name in prompt.chain:
+        if shared.waits is not None:
+            self._prompts[shared.waits.key].followers.pop(key, None)
+        for name in shared.prompt.chain:
             makers = self._makers[name]
             del makers[key]
             if not makers:
                 del self._makers[name]
-        return self._release(prompt, len(prompt.chain))
+        return self._release(shared)
 
-    def _release(self, prompt: _Prompt, blocks: int) -> tuple[int, ...]:
-        free = tuple([key for key, wanted in prompt.followers.items() if wanted <= blocks])
+    def _release(self, shared: _Shared, blocks: int = sys.maxsize) -> tuple[int, ...]:
+        free = tuple([key for key, wanted in shared.followers.items() if wanted <= blocks])
         for key in free:
-            del prompt.followers[key]
+            del shared.followers[key]
             self._prompts[key].waits = None
         return free
 
@@ -242,7 +235,7 @@ class Prompts:
         if named and self._kept.on:
             self._name(prompt)
         if shared and prompt.chain:
-            self._shared.begin(prompt.key, prompt.order, prompt.chain)
+            self._shared.begin(prompt)
         return prompt
 
     def _name(self, prompt: Prompt) -> None:
@@ -379,7 +372,6 @@ class Prompts:
         prompt.images = prompt.request.scoped_images
         self._batches.add(prompt)
         self.expect(prompt, cached_tokens)
-        self._shared.started(key)
 
     def withdraw(self, key: int) -> None:
         """Takes the prompt's chunks that are not issued from the queue. Its pages are freed."""
@@ -407,7 +399,7 @@ class Prompts:
     @property
     def gathering(self) -> bool:
         """Whether the queued prompts would wait for prompts of other dp ranks (`gather_steps`)."""
-        return self._steps_waited < self._limits.gather_steps and self._batches.gathers()
+        return self._steps_waited < self._limits.gather_steps and gathers(self._batches.queues)
 
     def next_chunk(
         self,
@@ -505,9 +497,9 @@ class Backlog:
             self._count(cached_tokens, tokens, 1)
 
     def by_priority(self) -> dict[int, int]:
-        tokens: dict[int, int] = {}
+        tokens = Counter[int]()
         for start, end, priority in self._prompts.values():
-            tokens[priority] = tokens.get(priority, 0) + end - start
+            tokens[priority] += end - start
         return tokens
 
     def computed(self, key: int, tokens: int) -> None:

@@ -17,32 +17,29 @@ Invariants (each is a test of the same name in tests/scheduler/test_residency.py
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from jdisagg.messages.kept_blocks import KeptScheme
-from jdisagg.plain import plain
 from jdisagg.request import Request
-from jdisagg.scheduler.block_names import BlockNames, Chain
-from jdisagg.scheduler.kept_events import KeptEvents
-from jdisagg.scheduler.kept_log import KeptLog
+from jdisagg.scheduler.block_names import BlockNames, Chain, Tail, Tails
+from jdisagg.scheduler.kept_log import KeptEvents, KeptLog
 from jdisagg.scheduler.page_ledger import LedgerError, PageLedger, pages_for
 from jdisagg.scheduler.retention import EvictionOrder, Retained, SessionBlocks
 from jdisagg.scheduler.snapshots import Snapshots, wanted_snapshots
-from jdisagg.scheduler.tails import Tail, Tails
 
 
-@plain
-class Evicted:
-    """A block that is no longer cached in pages, at this index of its sequence. Commands that are
-    issued next may overwrite the pages. `awaited`: whether a sequence will use it again. `tail`:
-    number of its positions if it is a tail (`scheduler/tails.py`), otherwise 0."""
+@dataclass(slots=True)
+class PagedBlock:
+    """A block that is cached in pages, or was until now, at this index of its sequence. `awaited`:
+    whether a preempted sequence will use it again. `tail`: number of its positions if it is a tail
+    (`scheduler/block_names.py`), otherwise 0."""
 
     rank: int
     name: bytes
     index: int
     pages: tuple[int, ...]
-    awaited: bool
-    tail: int
+    awaited: bool = False
+    tail: int = 0
 
 
 class ResidencyTree:
@@ -53,7 +50,7 @@ class ResidencyTree:
         rank: int,
         ledger: PageLedger,
         block_pages: int,
-        evicted: Callable[[Evicted], None],
+        evicted: Callable[[PagedBlock], None],
         changed: Callable[[int, bytes, bool], None],  # (rank, name, whether it was added)
         snapshots: Snapshots | None,
         retained: Retained,
@@ -61,11 +58,8 @@ class ResidencyTree:
         self._rank = rank
         self._ledger = ledger
         self._block_pages = block_pages
-        self._blocks: dict[bytes, tuple[int, ...]] = {}
-        self._indices: dict[bytes, int] = {}  # in their sequences
-        self._names: dict[int, bytes] = {}
-        self._tails: dict[bytes, int] = {}  # tokens of the blocks that are tails
-        self._awaited: set[bytes] = set()  # blocks that a preempted sequence will use again
+        self._blocks: dict[bytes, PagedBlock] = {}
+        self._names: dict[int, bytes] = {}  # by page
         self.evicted_blocks = 0  # blocks evicted for lack of room
         self._evicted = evicted
         self._changed = changed
@@ -87,19 +81,22 @@ class ResidencyTree:
 
     def pages(self, chain: Iterable[bytes]) -> tuple[int, ...]:
         """Returns the pages of the blocks named in `chain`, all of which must be cached."""
-        return tuple(page for name in chain for page in self._blocks[name])
+        return tuple(page for name in chain for page in self._blocks[name].pages)
 
     def held_pages(self, chain: Iterable[bytes]) -> int:
         return sum([self._ledger.references(page) > 0 for page in self.pages(chain)])
 
     def adopt(self, owner: int, chain: Chain) -> tuple[int, ...]:
-        self._awaited.difference_update(chain)
-        return self._ledger.adopt(owner, self.pages(chain))
+        return self._ledger.adopt(owner, self._use(chain))
+
+    def _use(self, chain: Chain) -> tuple[int, ...]:
+        for name in chain:
+            self._blocks[name].awaited = False
+        return self.pages(chain)
 
     def take(self, owner: int, chain: Chain, tail: bytes, most_pages: int) -> tuple[int, ...]:
         """Like `adopt`, with the first pages of a tail, which is cached no longer."""
-        self._awaited.difference_update(chain)
-        pages = self.pages(chain) + self._blocks[tail][:most_pages]
+        pages = self._use(chain) + self._blocks[tail].pages[:most_pages]
         self._ledger.adopt(owner, pages)
         self.drop((tail,))
         return pages
@@ -123,8 +120,7 @@ class ResidencyTree:
             for page in block:
                 self._ledger.keep(page)
                 self._names[page] = name
-            self._blocks[name] = block
-            self._indices[name] = index
+            self._blocks[name] = PagedBlock(self._rank, name, index, block)
             self._changed(self._rank, name, True)
 
     def let_go(
@@ -148,10 +144,11 @@ class ResidencyTree:
         # Blocks that were cached before are touched, too, so that a block is evicted after its
         # successors.
         self._ledger.touch(reversed(self.pages(cached)))
-        if tail is not None and tail.name in self._tails:
+        if tail is not None and tail.name in self._blocks:
             cached = (*cached, tail.name)
         if awaited:
-            self._awaited.update(cached)
+            for name in cached:
+                self._blocks[name].awaited = True
             self._ledger.spare(self.pages(cached))
 
     def _keep_tail(self, owner: int, chain: Chain, tail: Tail, count: int) -> None:
@@ -164,25 +161,24 @@ class ResidencyTree:
         for page in pages:
             ledger.keep(page)
             self._names[page] = tail.name
-        self._blocks[tail.name], self._indices[tail.name] = pages, len(chain)
-        self._tails[tail.name] = tail.tokens
+        block = PagedBlock(self._rank, tail.name, len(chain), pages, tail=tail.tokens)
+        self._blocks[tail.name] = block
 
     def by_last_use(self) -> Iterator[tuple[bytes, int, bool]]:
         """Yields (name, index in its sequence, whether an owner holds it) of each block in order of
         eviction. Held blocks come last."""
         idle = dict.fromkeys(self._names[page] for page in self._ledger.idle())
         for name in (*idle, *(name for name in self._blocks if name not in idle)):
-            yield name, self._indices[name], name not in idle
+            yield name, self._blocks[name].index, name not in idle
 
     def drop(self, names: Iterable[bytes]) -> None:
         """Caches these blocks no longer. Sequences keep their pages."""
         for name in self._blocks.keys() & names:
-            for page in self._blocks.pop(name):
+            block = self._blocks.pop(name)
+            for page in block.pages:
                 del self._names[page]
                 self._ledger.keep_no_longer(page)
-            del self._indices[name]
-            self._awaited.discard(name)
-            self._lost(name)
+            self._lost(block)
             if self.snapshots is not None:
                 self.snapshots.drop(name)
 
@@ -190,34 +186,29 @@ class ResidencyTree:
         blocks = len(self._blocks)
         for page in self._names:
             self._ledger.keep_no_longer(page)
-        for name in self._blocks:
-            self._lost(name)
+        for block in self._blocks.values():
+            self._lost(block)
         if self.snapshots is not None:
             self.snapshots.clear()
         self._blocks.clear()
-        self._awaited.clear()
-        self._indices.clear()
         self._names.clear()
         return blocks
 
     def _given_away(self, page: int) -> tuple[int, ...]:
-        name = self._names.pop(page)
-        pages, index = self._blocks.pop(name), self._indices.pop(name)
+        block = self._blocks.pop(self._names.pop(page))
         if self.snapshots is not None:
-            self.snapshots.drop(name)
-        awaited, tail = name in self._awaited, self._tails.get(name, 0)
-        self._evicted(Evicted(self._rank, name, index, pages, awaited, tail))
-        self._awaited.discard(name)
-        others = tuple(other for other in pages if other != page)
+            self.snapshots.drop(block.name)
+        self._evicted(block)
+        others = tuple(other for other in block.pages if other != page)
         for other in others:
             del self._names[other]
         self.evicted_blocks += 1
-        self._lost(name)
+        self._lost(block)
         return others
 
-    def _lost(self, name: bytes) -> None:
-        if not self._tails.pop(name, 0):
-            self._changed(self._rank, name, False)
+    def _lost(self, block: PagedBlock) -> None:
+        if not block.tail:
+            self._changed(self._rank, block.name, False)
 
 
 class Residency:
@@ -253,7 +244,7 @@ class Residency:
         self.trees = [self._tree(rank) for rank in range(len(ledgers))] if names else []
         self.cut_tokens = names.cut_tokens if names else None
         self._events: KeptEvents | None = None
-        self.evicted: list[Evicted] = []
+        self.evicted: list[PagedBlock] = []
         self._guests = 0
         self._holds: dict[int, int] = {}  # ranks of the owners that `hold` made, newest last
         self.closed_until = 0.0
@@ -346,7 +337,7 @@ class Residency:
             self.release(owner)
         return owner
 
-    def take_evicted(self) -> list[Evicted]:
+    def take_evicted(self) -> list[PagedBlock]:
         """Returns the blocks that were evicted for lack of room since the last call. They can still
         be copied before the next command is issued."""
         evicted, self.evicted = self.evicted, []

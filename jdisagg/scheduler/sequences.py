@@ -26,11 +26,11 @@ from jdisagg.plain import plain
 from jdisagg.prompt.images import PromptImage
 from jdisagg.prompt.logprobs import LAST, POOLINGS, PromptLogprobs
 from jdisagg.request import FinishReason, Request, TokenLogprobs
+from jdisagg.scheduler.block_names import Tail
 from jdisagg.scheduler.draft_worth import Acceptance
 from jdisagg.scheduler.handoff import Handoff
 from jdisagg.scheduler.ngram import NgramSearch
 from jdisagg.scheduler.residency import Chain
-from jdisagg.scheduler.tails import Tail
 
 
 def sample_spec(request: Request, child: int, generated: tuple[int, ...]) -> SampleSpec:
@@ -45,14 +45,6 @@ def sample_spec(request: Request, child: int, generated: tuple[int, ...]) -> Sam
         prompt_history=request.prompt_token_ids if penalised else (),
         output_history=generated if penalised or constrained else (),
     )
-
-
-def wanted_of_prompt(request: Request, accepted: tuple[int, ...]) -> int | None:
-    """Returns the number of log-probabilities per prompt token that a prefill must return, or None
-    if it must return none. If there are `accepted` tokens, the result is None, because the attempt
-    that generated them has returned the log-probabilities."""
-    wanted = POOLINGS.get(request.pooling, request.sampling.prompt_logprobs)
-    return None if accepted else wanted
 
 
 class Stage(enum.Enum):
@@ -281,7 +273,9 @@ class Prompt:
         self.priority = request.priority
         since = self.arrival if self.since is None else self.since
         self.order = (since - head_start(request.priority), self.key)
-        self.prompt_logprobs = wanted_of_prompt(request, accepted)
+        wanted = POOLINGS.get(request.pooling, request.sampling.prompt_logprobs)
+        # the attempt that generated the accepted tokens has returned the log-probabilities
+        self.prompt_logprobs = None if accepted else wanted
 
     @property
     def all_scores(self) -> PromptLogprobs | None:

@@ -7,6 +7,7 @@ steps with and without drafts in a batch of this size (`draft_worth.py`).
 Drafts never change the tokens that are generated (`executor/draft_rows.py`), so wrong predictions
 or estimates cost only time."""
 
+from collections import defaultdict
 from collections.abc import Callable
 from collections.abc import Sequence as Rows
 from typing import Any, NamedTuple, Protocol
@@ -116,7 +117,7 @@ class Speculation:
     ) -> None:
         self._limits, self._drafter, self._clock = limits, drafter, clock
         self._predicting = PREDICTION_SECONDS  # running mean of seconds per sequence
-        self._worth: dict[StepKind, DraftWorth] = {}
+        self._worth = defaultdict[StepKind, DraftWorth](DraftWorth)
         self._overall = self._unmeasured()
         self.drafted = self.accepted = 0
         # For the step whose result is being read: the expected and the accepted number of drafts,
@@ -158,7 +159,7 @@ class Speculation:
             active: Running sequences of each rank.
             kind: Kind of the step.
         """
-        worth, sequences, began = self._worth_of(kind), sum(map(len, active)), self._clock()
+        worth, sequences, began = self._worth[kind], sum(map(len, active)), self._clock()
         if self._drafter.on_mesh and worth.due:
             self._forget(active)
         shares, gain = self._shares(
@@ -197,11 +198,6 @@ class Speculation:
                 if one is not None
             ]
         return shares, sum(map(len, active)) / token_time
-
-    def _worth_of(self, kind: StepKind) -> DraftWorth:
-        if (worth := self._worth.get(kind)) is None:
-            worth = self._worth[kind] = DraftWorth()
-        return worth
 
     def _unmeasured(self) -> list[Acceptance]:
         return [Acceptance() for _ in range(self._drafter.kinds)]
@@ -295,7 +291,7 @@ class Speculation:
     def took(self, kind: StepKind, seconds: float, drafts: bool, sequences: int) -> None:
         """`verified` must have been called for all drafts of the step."""
         left = sequences - self._relief
-        self._worth_of(kind).took(
+        self._worth[kind].took(
             seconds,
             self._expected if drafts else None,
             self._came,

@@ -154,19 +154,7 @@ def _mixed(now: StepSnapshot, step_seconds: float) -> StepDecision:
 
 SAMPLES = 9
 KEPT_STEPS = 256
-
-
-class _Recent:
-    def __init__(self) -> None:
-        self._times: deque[tuple[int, float]] = deque(maxlen=SAMPLES)
-
-    def add(self, now: int, seconds: float) -> None:
-        self._times.append((now, seconds))
-
-    def fastest(self, now: int) -> float | None:
-        while self._times and now - self._times[0][0] > KEPT_STEPS:
-            self._times.popleft()
-        return min([seconds for _, seconds in self._times], default=None)
+_Times = deque[tuple[int, float]]
 
 
 class MixedTimes:
@@ -185,8 +173,8 @@ class MixedTimes:
     def __init__(self, chunks: Sequence[int], batches: Sequence[int]) -> None:
         self.chunks = tuple(chunks)
         self._batches = batches
-        self._alone = {size: _Recent() for size in batches}
-        self._mixed = {size: _Recent() for size in chunks}
+        self._alone = {size: _Times(maxlen=SAMPLES) for size in batches}
+        self._mixed = {size: _Times(maxlen=SAMPLES) for size in chunks}
         self._now = 0
 
     def took(self, sequences: int, chunk_tokens: int, seconds: float) -> None:
@@ -197,12 +185,12 @@ class MixedTimes:
         """
         self._now += 1
         if not chunk_tokens:
-            self._alone[self._batch(sequences)].add(self._now, seconds)
+            self._alone[self._batch(sequences)].append((self._now, seconds))
         elif chunk_tokens in self._mixed:
-            self._mixed[chunk_tokens].add(self._now, seconds)
+            self._mixed[chunk_tokens].append((self._now, seconds))
 
     def alone(self, sequences: int) -> float | None:
-        return self._alone[self._batch(sequences)].fastest(self._now)
+        return self._fastest(self._alone[self._batch(sequences)])
 
     def mixed(self, sequences: int) -> tuple[tuple[int, float], ...]:
         """Returns (tokens of a chunk, predicted seconds of a step with this chunk) for each chunk
@@ -212,7 +200,7 @@ class MixedTimes:
         known = {
             size: seconds
             for size, times in self._mixed.items()
-            if (seconds := times.fastest(self._now)) is not None
+            if (seconds := self._fastest(times)) is not None
         }
         if alone is None or not known:
             return ((self.chunks[0], 0.0),)
@@ -222,6 +210,11 @@ class MixedTimes:
             longer = max(0.0, known[near] - alone) * size / near
             found.append((size, known.get(size, alone + longer)))
         return tuple(found)
+
+    def _fastest(self, times: _Times) -> float | None:
+        while times and self._now - times[0][0] > KEPT_STEPS:
+            times.popleft()
+        return min([seconds for _, seconds in times], default=None)
 
     def _batch(self, sequences: int) -> int:
         return next(size for size in self._batches if size >= min(sequences, self._batches[-1]))
@@ -367,12 +360,13 @@ class Scheduler:
         if state.news:
             turn.news = state.take_news()
         if state.cut:
-            turn.cut = state.take_cut()
+            turn.cut, state.cut = state.cut, []
         return turn
 
     def _forget_ended(self) -> None:
-        for key in self._state.take_ended():
+        for key in self._state.ended:
             self.prompts.forget(key)
+        self._state.ended.clear()
 
     def _issue(self, turn: Turn, now: Facts, step: int, stalled: frozenset[str]) -> None:
         if not self._decodes:

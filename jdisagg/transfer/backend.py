@@ -16,34 +16,10 @@ import jax
 from jdisagg.errors import HandoffError
 from jdisagg.layout.mesh_card import KvEnd
 from jdisagg.messages.kv_plane import KvBackend, KvMemory, Posted
+from jdisagg.transfer.channel import Leaf
 from jdisagg.transfer.pieces import RequestedPieces
 
 Memory = TypeVar("Memory", bound=KvMemory)
-
-
-class Leaf:
-    """An array that a backend other than the JAX transfer engine is transferring. The receiver
-    polls this object until the array has arrived."""
-
-    __slots__ = ()
-
-    @property
-    def nbytes(self) -> int:
-        raise NotImplementedError
-
-    def is_ready(self) -> bool:
-        """Returns whether the array has arrived or has failed. Never blocks."""
-        raise NotImplementedError
-
-    @property
-    def error(self) -> str | None:
-        """Returns the reason why the transfer failed. Valid once `is_ready()` returns True."""
-        raise NotImplementedError
-
-    def array(self) -> jax.Array:
-        """Returns the array on its device. Valid once `is_ready()` returns True. Raises
-        HandoffError if the transfer failed."""
-        raise NotImplementedError
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -88,13 +64,10 @@ class Outlet(Protocol):
         """Frees the arrays of a pull after the receiver has read them. Ignores unknown ids."""
         ...
 
-    def given_up(self, pull_id: int) -> None:
-        """Notifies the outlet that the receiver has abandoned the pull. The caller then calls
-        `withdraw` if the arrays of the pull are still reserved."""
-
-    def withdraw(self, pull_id: int, leaves: int, reason: str) -> None:
+    def withdraw(self, pull_id: int, leaves: int, reason: str, given_up: bool = False) -> None:
         """Withdraws the arrays of a pull. The receiver may be reading them. `reason`: error text
-        for a receiver that still waits for the arrays."""
+        for a receiver that still waits for the arrays. `given_up`: whether the receiver discards
+        what it reads."""
         ...
 
     def tick(self) -> None:
@@ -204,9 +177,6 @@ class Backend(Protocol):
     def outlet(self) -> Outlet: ...
 
     def inlet(self, end: KvEnd) -> Inlet: ...
-
-    def sweep(self) -> None:
-        """Frees memory that was reserved for pulls whose deadline has passed."""
 
     def drop_spare(self) -> None:
         """Frees unused memory that the backend keeps for later pulls."""

@@ -23,18 +23,22 @@ Rules:
   they are never donated either.
 - All methods are thread-safe."""
 
+import functools
 import threading
 from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Generic, Protocol, TypeVar
 
 import jax
 import jax.numpy as jnp
 
+from jdisagg.clock import Clock
 from jdisagg.errors import HandoffError, JdisaggError, LayoutError
 from jdisagg.layout.axes import MESH_AXES
 from jdisagg.layout.mesh_card import MeshCard
 from jdisagg.layout.reshard_plan import HEAD_DIMENSION, RANK_DIMENSION, Box, box_of
+from jdisagg.transfer.sender_errors import sender_error
 
 REMEMBERED_IDS = 65536
 
@@ -57,17 +61,10 @@ def mesh_card(mesh: jax.sharding.Mesh) -> MeshCard:
     )
 
 
-def placement(sharding: jax.sharding.Sharding, shape: tuple[int, ...]) -> dict[int, Box]:
-    """Returns, by device id, the box of an array that each device holds."""
-    return {
-        device.id: box_of(index, shape)
-        for device, index in sharding.devices_indices_map(shape).items()
-    }
-
-
+@functools.lru_cache(maxsize=1024)
 def rank_placement(
     sharding: jax.sharding.Sharding, shape: tuple[int, ...], rank: int
-) -> dict[int, Box]:
+) -> Mapping[int, Box]:
     """Returns, by device id, the box that each device of one dp rank holds. Boxes are relative to
     the rank (dimension 0 becomes (0, 1)). Raises LayoutError if there is no such rank, or if a
     device holds several ranks."""
@@ -76,7 +73,10 @@ def rank_placement(
             f"rank {rank} is not one of the block's {shape[RANK_DIMENSION]} dp ranks (shape"
             f" {shape})"
         )
-    boxes = placement(sharding, shape)
+    boxes = {
+        device.id: box_of(index, shape)
+        for device, index in sharding.devices_indices_map(shape).items()
+    }
     for device, ((start, stop), *_) in boxes.items():
         if stop - start != 1:
             raise LayoutError(
@@ -150,33 +150,169 @@ class Offered:
     bytes: int
 
 
-class Pull(Protocol):
-    """A future of one pull. Once `is_ready()` returns True, `arrays()` returns the block or raises
-    the error that `failed()` returns."""
+Assemble = Callable[[tuple[jax.Array, ...]], tuple[jax.Array, ...]]
+
+
+class Leaf:
+    """An array that a backend other than the JAX transfer engine is transferring. The receiver
+    polls this object until the array has arrived."""
+
+    __slots__ = ()
+
+    @property
+    def nbytes(self) -> int:
+        raise NotImplementedError
+
+    def is_ready(self) -> bool:
+        """Returns whether the array has arrived or has failed. Never blocks."""
+        raise NotImplementedError
+
+    @property
+    def error(self) -> str | None:
+        """Returns the reason why the transfer failed. Valid once `is_ready()` returns True."""
+        raise NotImplementedError
+
+    def array(self) -> jax.Array:
+        """Returns the array on its device. Valid once `is_ready()` returns True. Raises
+        HandoffError if the transfer failed."""
+        raise NotImplementedError
+
+
+def is_ready(array: jax.Array | Leaf) -> bool:
+    # The method is public but missing in the type stub.
+    return array.is_ready()  # pyright: ignore[reportAttributeAccessIssue]
+
+
+class Pull:
+    """A future of one pull, to be polled. A pull is in progress until it ends: it has arrived,
+    failed, been cancelled or passed its deadline. Once `is_ready()` returns True, `arrays()`
+    returns the block or raises the error that `failed()` returns.
+
+    A dispatch thread may deliver, cancel or revoke while the completion thread polls. Every change
+    is made under the lock, which is never held while blocking. An ended pull that has not arrived
+    keeps no array alive."""
+
+    def __init__(self, offer_id: int, clock: Clock, deadline_seconds: float) -> None:
+        self._offer_id = offer_id
+        self._clock = clock
+        self._deadline_seconds = deadline_seconds
+        self._deadline = clock.now() + deadline_seconds
+        self._lock = threading.Lock()
+        self._coming: Sequence[jax.Array | Leaf] | None = None
+        self._arrays: tuple[jax.Array, ...] | None = None
+        self._assemble: Assemble | None = None
+        self._error: JdisaggError | None = None
+        self._bytes_moved = 0
 
     @property
     def bytes_moved(self) -> int:
         """Number of bytes that this pull has transferred between devices so far."""
-        ...
+        return self._bytes_moved
+
+    @property
+    def deadline(self) -> float:
+        """Time of the deadline on the channel's clock."""
+        return self._deadline
 
     def is_ready(self) -> bool:
-        """Returns whether the pull has ended: it has arrived, failed, been cancelled or passed its
-        deadline. Never blocks."""
-        ...
+        """Returns whether the pull has ended. Never blocks."""
+        with self._lock:
+            if not self._has_ended():
+                self._look()
+            return self._has_ended()
 
     def failed(self) -> JdisaggError | None:
         """Returns the error: HandoffError (unknown, released, revoked, late, cancelled, broken) or
         IncompatiblePeerError. None while the pull is in progress and after it has arrived."""
-        ...
+        self.is_ready()
+        return self._error
 
     def arrays(self) -> tuple[jax.Array, ...]:
         """Returns the arrays of the block. Valid once `is_ready()` returns True. If the pull
         failed, raises the error that `failed()` returns."""
-        ...
+        self.is_ready()
+        with self._lock:
+            if self._error:
+                raise self._error
+            assert self._arrays is not None, (
+                "arrays() of a pull that is under way; poll is_ready() first"
+            )
+            return self._arrays
 
     def cancel(self) -> None:
         """Cancels the pull and deletes its arrays, also if they have arrived. Idempotent."""
-        ...
+        with self._lock:
+            if not self._error:
+                self._end(HandoffError(f"the pull of offer {self._offer_id:#x} was cancelled"))
+
+    # The methods below are for the channel.
+
+    def extend(self, seconds: float) -> None:
+        with self._lock:
+            self._deadline = max(self._deadline, self._clock.now() + seconds)
+
+    def deliver(
+        self, arrays: Sequence[jax.Array | Leaf], bytes_moved: int, assemble: Assemble | None = None
+    ) -> None:
+        """Sets the arrays of the pull, which may still be in transfer. Only the first call has an
+        effect. If the pull has ended, the arrays are dropped. `assemble` converts the arrived
+        arrays to the result of `arrays()`. It runs under the lock, after all arrays have
+        arrived."""
+        with self._lock:
+            if self._coming is not None:
+                return
+            self._bytes_moved = bytes_moved
+            if not self._error:
+                self._coming, self._assemble = arrays, assemble
+
+    def fail(self, error: JdisaggError) -> None:
+        """Has no effect on an ended pull."""
+        with self._lock:
+            if not self._has_ended():
+                self._end(error)
+
+    def _has_ended(self) -> bool:
+        return self._error is not None or self._arrays is not None
+
+    def _look(self) -> None:
+        """Ends the pull if its arrays have arrived or its deadline has passed."""
+        if not self._take() and self._clock.now() >= self._deadline:
+            state = (
+                "was not made (or its id is unknown)" if self._coming is None else "has not arrived"
+            )
+            self._end(
+                HandoffError(
+                    f"offer {self._offer_id:#x} {state} within the deadline of"
+                    f" {self._deadline_seconds} s; pull again"
+                )
+            )
+
+    def _take(self) -> bool:
+        """Returns whether all arrays have arrived or failed."""
+        try:
+            if self._coming is None or not all(map(is_ready, self._coming)):
+                return False
+            arrays = tuple(
+                leaf.array() if isinstance(leaf, Leaf) else leaf for leaf in self._coming
+            )
+            self._coming = arrays
+            if not all(map(is_ready, arrays)):
+                return False  # being copied to the devices
+            # All arrays are ready, so this call does not block. It raises an error if the
+            # computation or the copy has failed.
+            jax.block_until_ready(arrays)
+            self._arrays = self._assemble(arrays) if self._assemble is not None else arrays
+            self._coming, self._assemble = (), None
+        except Exception as error:
+            broken = HandoffError(
+                f"offer {self._offer_id:#x}: its block could not be computed or moved: {error}"
+            )
+            self._end(sender_error(str(error)) or broken)
+        return True
+
+    def _end(self, error: JdisaggError) -> None:
+        self._error = error
+        self._coming = self._arrays = self._assemble = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,7 +338,7 @@ class BlockStamp:
         return replace(self, key=self.key ^ offer_id)
 
 
-_NO_STAMP = BlockStamp()
+NO_STAMP = BlockStamp()
 
 
 class Channel(Protocol):
@@ -216,7 +352,7 @@ class Channel(Protocol):
         ...
 
     def offer(
-        self, offer_id: int, block: jax.Array, rank: int, stamp: BlockStamp = _NO_STAMP
+        self, offer_id: int, block: jax.Array, rank: int, stamp: BlockStamp = NO_STAMP
     ) -> None:
         """Holds one dp rank's shards of a block until `release` or `revoke` is called. The block
         may not be computed yet. If the id has been revoked already, the block is dropped at once.

@@ -17,8 +17,7 @@ import numpy as np
 from jdisagg.clock import MonotonicClock
 from jdisagg.errors import HandoffError
 from jdisagg.layout.reshard_plan import Box
-from jdisagg.transfer.channel import PullTarget, rank_placement
-from jdisagg.transfer.polled_pull import PolledPull
+from jdisagg.transfer.channel import Pull, PullTarget, rank_placement
 
 PINNED = "pinned_host"
 
@@ -73,10 +72,10 @@ class HostStore:
 
         return HostCopy(self._submit(copy))
 
-    def pull(self, offer_id: int, target: PullTarget, deadline_seconds: float) -> PolledPull:
+    def pull(self, offer_id: int, target: PullTarget, deadline_seconds: float) -> Pull:
         """Starts to copy a stored block back to the mesh, as one array of all heads (see
         `Channel.pull`). The returned pull fails with HandoffError if the block is not stored."""
-        pull = PolledPull(offer_id, self._clock, deadline_seconds)
+        pull = Pull(offer_id, self._clock, deadline_seconds)
 
         def copy() -> None:
             # Looked up on the store's thread, which first completes an earlier copy of the block.

@@ -13,9 +13,11 @@ This module must not depend on requests, pages or layers. Invariants:
 - A global `device_put` between meshes is avoided: it can go through the host and block its caller
   for 100 ms."""
 
+import functools
 import math
 import threading
 import weakref
+from collections import Counter
 from dataclasses import dataclass, field
 
 import jax
@@ -23,41 +25,41 @@ import jax
 from jdisagg.clock import Clock
 from jdisagg.errors import HandoffError, JdisaggError
 from jdisagg.layout.mesh_card import MeshCard
-from jdisagg.layout.reshard_plan import HEAD_DIMENSION, ReshardPlan, plan_handoff
-from jdisagg.transfer.channel import BlockStamp, Offered, Offers, PullTarget, rank_placement
+from jdisagg.layout.reshard_plan import HEAD_DIMENSION
+from jdisagg.transfer.channel import (
+    NO_STAMP,
+    BlockStamp,
+    Offered,
+    Offers,
+    Pull,
+    PullTarget,
+    rank_placement,
+)
 from jdisagg.transfer.pieces import (
     OfferedBlock,
     PlannedPiece,
     RequestedPieces,
-    add_counts,
     check_geometry,
     check_leaves,
+    plan_pieces,
     warm_pieces,
 )
-from jdisagg.transfer.polled_pull import PolledPull
-
-_NO_STAMP = BlockStamp()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Offer:
     block: OfferedBlock
-    pulls: weakref.WeakSet[PolledPull] = field(default_factory=weakref.WeakSet)
+    pulls: weakref.WeakSet[Pull] = field(default_factory=weakref.WeakSet)
 
     @property
     def nbytes(self) -> int:
         return self.block.nbytes
 
 
-_RouteKey = tuple[
+# sharding, shape and rank of the block and of the target's zeros
+_Route = tuple[
     jax.sharding.Sharding, tuple[int, ...], int, jax.sharding.Sharding, tuple[int, ...], int
 ]
-
-
-@dataclass(slots=True)
-class _Route:
-    plans: tuple[ReshardPlan, ...]
-    uses: int = 0
 
 
 class InProcessChannel:
@@ -67,10 +69,10 @@ class InProcessChannel:
         self._clock = clock
         self._lock = threading.Lock()
         self._offers: Offers[_Offer] = Offers()
-        self._waiting: dict[int, list[tuple[PolledPull, PullTarget]]] = {}
-        self._routes: dict[_RouteKey, _Route] = {}
-        self._moved: dict[tuple[int, int], int] = {}
-        self._planned: dict[tuple[int, int], int] = {}
+        self._waiting: dict[int, list[tuple[Pull, PullTarget]]] = {}
+        self._turns: dict[_Route, int] = {}
+        self._moved: Counter[tuple[int, int]] = Counter()
+        self._planned: Counter[tuple[int, int]] = Counter()
 
     def connect(self, peer: str, card: MeshCard) -> None:
         """Does nothing: both meshes are in this process."""
@@ -79,7 +81,7 @@ class InProcessChannel:
         """Does nothing."""
 
     def offer(
-        self, offer_id: int, block: jax.Array, rank: int, stamp: BlockStamp = _NO_STAMP
+        self, offer_id: int, block: jax.Array, rank: int, stamp: BlockStamp = NO_STAMP
     ) -> None:
         offer = _Offer(OfferedBlock.of(block, rank, stamp))
         with self._lock:
@@ -91,8 +93,8 @@ class InProcessChannel:
             if not pull.is_ready():  # otherwise it is late or cancelled
                 self._begin(pull, offer, target)
 
-    def pull(self, offer_id: int, target: PullTarget, deadline_seconds: float) -> PolledPull:
-        pull = PolledPull(offer_id, self._clock, deadline_seconds)
+    def pull(self, offer_id: int, target: PullTarget, deadline_seconds: float) -> Pull:
+        pull = Pull(offer_id, self._clock, deadline_seconds)
         try:
             with self._lock:
                 self._forget_ended_waits()
@@ -137,7 +139,7 @@ class InProcessChannel:
         with self._lock:
             return dict(self._planned)
 
-    def _begin(self, pull: PolledPull, offer: _Offer, target: PullTarget) -> None:
+    def _begin(self, pull: Pull, offer: _Offer, target: PullTarget) -> None:
         """Called without holding the lock, because JAX calls may take a millisecond."""
         try:
             check_leaves(target)
@@ -151,21 +153,18 @@ class InProcessChannel:
             pull.fail(HandoffError(f"the copies of a pull could not be issued: {error}"))
             return
         with self._lock:
-            add_counts(self._moved, moved)
-            add_counts(self._planned, _planned_bytes(plan, target))
-        pull.deliver(arrays, sum(moved.values()))
+            self._moved.update(moved)
+            self._planned.update(_planned_bytes(plan, target))
+        pull.deliver(arrays, moved.total())
 
-    def _next_plan(self, offer: OfferedBlock, target: PullTarget) -> ReshardPlan:
+    def _next_plan(self, offer: OfferedBlock, target: PullTarget) -> tuple[PlannedPiece, ...]:
         """Successive pulls prefer different replicas of the source as senders, which balances the
         load."""
         zeros = target.zeros
-        key = (offer.sharding, offer.shape, offer.rank, zeros.sharding, zeros.shape, target.rank)
+        route = (offer.sharding, offer.shape, offer.rank, zeros.sharding, zeros.shape, target.rank)
         with self._lock:
-            route = self._routes.get(key)
-            if route is None:
-                route = self._routes[key] = _Route(_plans(offer, target))
-            route.uses += 1
-            return route.plans[(route.uses - 1) % len(route.plans)]
+            turn = self._turns[route] = self._turns.get(route, -1) + 1
+        return _plan(route, turn % offer.replicas)
 
     def _forget_ended_waits(self) -> None:
         for offer_id in [
@@ -174,32 +173,19 @@ class InProcessChannel:
             del self._waiting[offer_id]
 
 
-def _plans(offer: OfferedBlock, target: PullTarget) -> tuple[ReshardPlan, ...]:
-    source = rank_placement(offer.sharding, offer.shape, offer.rank)
-    zeros = target.zeros
-    whole = (zeros.shape[0], *offer.shape[1:])
-    destination = rank_placement(zeros.sharding, whole, target.rank)
-    replicas = max(list(source.values()).count(box) for box in source.values())
-    return tuple(
-        plan_handoff(source, destination, target.granule, turn) for turn in range(replicas)
-    )
+@functools.lru_cache(maxsize=1024)
+def _plan(route: _Route, turn: int) -> tuple[PlannedPiece, ...]:
+    sharding, shape, rank, to_sharding, to_shape, to_rank = route
+    source = rank_placement(sharding, shape, rank)
+    destination = rank_placement(to_sharding, (to_shape[0], *shape[1:]), to_rank)
+    granule = to_sharding.shard_shape(to_shape)[HEAD_DIMENSION]
+    return plan_pieces(source, destination, granule, turn)
 
 
 def _move(
-    offer: OfferedBlock, target: PullTarget, plan: ReshardPlan
-) -> tuple[tuple[jax.Array, ...], dict[tuple[int, int], int]]:
-    granule = target.granule
-    pieces = [
-        PlannedPiece(
-            piece.source,
-            piece.source_slice[HEAD_DIMENSION][0] // granule,
-            piece.destination,
-            piece.destination_slice[HEAD_DIMENSION][0] // granule,
-            piece.box[HEAD_DIMENSION][0],
-        )
-        for piece in plan.pieces
-    ]
-    leaves = iter(RequestedPieces(offer, pieces, granule, target.codec).on_devices())
+    offer: OfferedBlock, target: PullTarget, pieces: tuple[PlannedPiece, ...]
+) -> tuple[tuple[jax.Array, ...], Counter[tuple[int, int]]]:
+    leaves = iter(RequestedPieces(offer, pieces, target.granule, target.codec).on_devices())
     devices = {device.id: device for device in target.zeros.sharding.addressable_devices}
     resident = [
         {shard.device.id: shard.data for shard in zeros.addressable_shards}
@@ -207,14 +193,13 @@ def _move(
     ]
     count = offer.shape[HEAD_DIMENSION] // target.zeros.shape[HEAD_DIMENSION]
     received = [[dict(shards) for shards in resident] for _ in range(count)]
-    moved: dict[tuple[int, int], int] = {}
-    for planned, piece in zip(plan.pieces, pieces, strict=True):
+    moved: Counter[tuple[int, int]] = Counter()
+    for piece in pieces:
         for shards in received[piece.part]:
             leaf = next(leaves)
-            if not planned.local:
+            if piece.source != piece.receiver:
                 leaf = jax.device_put(leaf, devices[piece.receiver])
-                pair = (piece.source, piece.receiver)
-                moved[pair] = moved.get(pair, 0) + leaf.nbytes
+                moved[piece.source, piece.receiver] += leaf.nbytes
             shards[piece.receiver] = leaf
     arrays = (
         jax.make_array_from_single_device_arrays(zeros.shape, zeros.sharding, list(shards.values()))
@@ -224,14 +209,15 @@ def _move(
     return tuple(arrays), moved
 
 
-def _planned_bytes(plan: ReshardPlan, target: PullTarget) -> dict[tuple[int, int], int]:
+def _planned_bytes(
+    pieces: tuple[PlannedPiece, ...], target: PullTarget
+) -> Counter[tuple[int, int]]:
     weight = sum(
         math.prod(zeros.sharding.shard_shape(zeros.shape)) * zeros.dtype.itemsize
         for zeros in target.resident
     )
-    planned: dict[tuple[int, int], int] = {}
-    for piece in plan.pieces:
-        if not piece.local:
-            pair = (piece.source, piece.destination)
-            planned[pair] = planned.get(pair, 0) + weight
+    planned: Counter[tuple[int, int]] = Counter()
+    for piece in pieces:
+        if piece.source != piece.receiver:
+            planned[piece.source, piece.receiver] += weight
     return planned

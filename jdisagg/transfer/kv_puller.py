@@ -9,7 +9,8 @@ Each request follows `WORKFLOW` (messages/kv_plane.py). Invariants:
 - A pull ends at its deadline, even if a sender does not answer. The deadline moves while bytes of
   the sender keep arriving, because a retry would only add load to a slow link. At the deadline the
   requests of the pull are withdrawn. If the inlet finds its connection broken or stuck, the
-  connection is closed, and the next pull opens a new one.
+  connection is closed. Unanswered requests are withdrawn, and sent over a new connection with new
+  ids.
 - A receiver process sends requests to every process of the sender, because any of
   them may hold pieces. Processes without pieces answer with an empty list. The pull is complete
   when this process's devices have all their pieces. This module must not distinguish backends: all
@@ -22,6 +23,7 @@ import logging
 import secrets
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -32,8 +34,10 @@ from jdisagg.clock import Clock
 from jdisagg.errors import HandoffError, IncompatiblePeerError, JdisaggError
 from jdisagg.layout.mesh_card import KvEnd, MeshCard
 from jdisagg.messages.kv_plane import (
+    MOST_PATIENCE,
     BlockEvent,
     BlockState,
+    KvBackend,
     KvLink,
     Leave,
     Posted,
@@ -43,19 +47,18 @@ from jdisagg.messages.kv_plane import (
     Withdraw,
     after,
 )
-from jdisagg.transfer.assembly import Assembly
-from jdisagg.transfer.backend import AnnouncedArrays, Inlet, Leaf
-from jdisagg.transfer.backend_choice import BackendChoice
-from jdisagg.transfer.channel import PullTarget
+from jdisagg.transfer.backend import AnnouncedArrays, Backend, Inlet
+from jdisagg.transfer.channel import Leaf, Pull, PullTarget, is_ready
 from jdisagg.transfer.channel_thread import ChannelThread
-from jdisagg.transfer.pieces import add_counts
-from jdisagg.transfer.polled_pull import PolledPull, is_ready
+from jdisagg.transfer.pieces import Assembly
 from jdisagg.transfer.sender_errors import named_error, sender_error
 from jdisagg.transfer.transfer_engine import ID_BITS, EngineOptions
 
-# While bytes of the sender keep arriving, a pull may take this many times its time limit.
-MOST_PATIENCE = 12
-
+_TITLES = {
+    KvBackend.SHARED: "shared memory",
+    KvBackend.NIXL: "NIXL",
+    KvBackend.ENGINE: "transfer engine",
+}
 _log = logging.getLogger(__name__)
 
 
@@ -108,7 +111,7 @@ class Transfer:
     """`patience_seconds`: seconds without arriving bytes after which the pull fails. `until`: time
     at which the pull fails in any case."""
 
-    pull: PolledPull
+    pull: Pull
     source: str
     assembly: Assembly
     patience_seconds: float
@@ -118,12 +121,17 @@ class Transfer:
 
 class KvPuller:
     """The receiving half of a channel (see the module's docstring). The lock guards `_cards`,
-    `_peers`, `_choice` and `_requests`. Only the puller's thread uses `_watched`."""
+    `_peers`, `_proven`, `_unusable` and `_requests`. Only the puller's thread uses `_watched`.
+
+    `backends`: in order of preference. A backend that failed with a sender process, and had never
+    succeeded with it, is not used with this process again."""
 
     def __init__(
-        self, clock: Clock, link: KvLink, options: EngineOptions, choice: BackendChoice
+        self, clock: Clock, link: KvLink, options: EngineOptions, backends: Sequence[Backend]
     ) -> None:
-        self._choice = choice
+        self._backends = backends
+        self._proven: set[tuple[KvEnd, KvBackend]] = set()
+        self._unusable: set[tuple[KvEnd, KvBackend]] = set()
         self._clock, self._link, self._options = clock, link, options
         self._timeouts = options.timeouts
         self._lock = threading.Lock()
@@ -132,7 +140,7 @@ class KvPuller:
         self._requests: dict[int, SentRequest] = {}
         self._turns: dict[tuple[str, tuple[int, ...], int], int] = {}
         self._numbers = itertools.count(1)
-        self._moved: dict[tuple[int, int], int] = {}
+        self._moved: Counter[tuple[int, int]] = Counter()
         self._watched: list[Transfer] = []
         self._unreported: list[tuple[KvEnd, Pulled]] = []
         self._report_at = self._watch_at = 0.0
@@ -158,8 +166,8 @@ class KvPuller:
                 lambda: self._drop_peer(peer, [end for end in card.ends if end not in shared])
             )
 
-    def pull(self, offer_id: int, target: PullTarget, deadline_seconds: float) -> PolledPull:
-        pull = PolledPull(offer_id, self._clock, deadline_seconds)
+    def pull(self, offer_id: int, target: PullTarget, deadline_seconds: float) -> Pull:
+        pull = Pull(offer_id, self._clock, deadline_seconds)
         with _failing(pull, f"the pull of offer {offer_id:#x} could not begin"):
             self._begin(pull, offer_id, target, deadline_seconds)
         return pull
@@ -184,7 +192,7 @@ class KvPuller:
         self._thread.close(self._close_all)
 
     def _begin(
-        self, pull: PolledPull, offer_id: int, target: PullTarget, deadline_seconds: float
+        self, pull: Pull, offer_id: int, target: PullTarget, deadline_seconds: float
     ) -> None:
         with self._lock:
             card = self._cards.get(target.peer)
@@ -196,7 +204,7 @@ class KvPuller:
                 f" {target.peer!r}, which has {len(card.ends)} ends on the KV plane; set the same"
                 " number on both, and serve both with the channel between processes"
             )
-        assembly = Assembly.of(target)
+        assembly = Assembly(target)
         until = self._clock.now() + MOST_PATIENCE * deadline_seconds
         transfer = Transfer(pull, target.peer, assembly, deadline_seconds, until)
         with self._lock:
@@ -223,14 +231,21 @@ class KvPuller:
     def _peer(self, end: KvEnd) -> PeerState:
         """The caller must hold the lock."""
         if end not in self._peers:
-            peer = PeerState(end, next(self._numbers), self._choice.inlet(end))
+            inlet = next(
+                backend.inlet(end)
+                for backend in self._backends
+                if (end, backend.kind) not in self._unusable and backend.reaches(end)
+            )
+            peer = PeerState(end, next(self._numbers), inlet)
             peer.inlet.arrived(self._clock.now())
             self._peers[end] = peer
             _log.info("KV comes from %s", self._described(peer))
         return self._peers[end]
 
-    def _described(self, peer: PeerState) -> str:
-        return self._choice.describe(peer.end, peer.inlet.backend)
+    @staticmethod
+    def _described(peer: PeerState) -> str:
+        """Returns "ADDRESS BACKEND"."""
+        return f"{peer.end.control} {_TITLES[peer.inlet.backend]}"
 
     # The methods below run on the thread.
 
@@ -287,16 +302,13 @@ class KvPuller:
         assembly = transfer.assembly
         if assembly.complete:
             transfer.pull.deliver(
-                assembly.flat,
-                assembly.nbytes,
-                lambda arrays: self._arrived(assembly, arrays),
-                sender_error,
+                assembly.flat, assembly.nbytes, lambda arrays: self._arrived(assembly, arrays)
             )
 
     def _arrived(self, assembly: Assembly, arrays: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         """Runs on the polling thread, under the pull's lock."""
         with self._lock:
-            add_counts(self._moved, assembly.bytes_per_pair)
+            self._moved.update(assembly.bytes_per_pair)
         return assembly.assemble(arrays)
 
     def _watch(self) -> float:
@@ -383,7 +395,7 @@ class KvPuller:
         if error is None and arrays:
             inlet.arrived(self._clock.now())
             with self._lock:
-                self._choice.succeeded(peer.end, inlet.backend)
+                self._proven.add((peer.end, inlet.backend))
             if not inlet.borrows:  # borrowed memory is reported when no array needs it
                 seconds = self._timeouts.pulled_seconds
                 self._report_pulled(peer.end, sent.request.pull_id, seconds)
@@ -406,26 +418,55 @@ class KvPuller:
 
     def _is_unproven(self, sent: SentRequest) -> bool:
         with self._lock:
-            proven = self._choice.is_proven(sent.peer.end, sent.peer.inlet.backend)
+            proven = (sent.peer.end, sent.peer.inlet.backend) in self._proven
         return not proven and self._clock.now() >= sent.transfer.pull.deadline
 
     def _lose(self, peer: PeerState, why: str) -> None:
+        key = peer.end, peer.inlet.backend
         with self._lock:
-            self._choice.failed(peer.end, peer.inlet.backend, why)
+            unusable = key not in self._proven
+            if unusable:
+                self._unusable.add(key)
+        if unusable:
+            _log.warning(
+                "KV from %s cannot be read by %s; another backend is used from now on: %s",
+                peer.end.control,
+                _TITLES[peer.inlet.backend],
+                why,
+            )
         self._drop(peer)
 
     def _drop(self, peer: PeerState) -> None:
         with self._lock:
             if self._peers.get(peer.end) is peer:
                 del self._peers[peer.end]
-        requests = [sent for transfer in self._watched for sent in transfer.requests]
-        peer.inlet.close(
-            in_flight=any(
-                sent.peer is peer and not all(map(is_ready, sent.arrays or ())) for sent in requests
-            )
-        )
+        requests = [
+            sent
+            for transfer in self._watched
+            for sent in transfer.requests
+            if sent.peer is peer and not (sent.arrays is not None and sent.has_ended)
+        ]
+        peer.inlet.close(in_flight=any(sent.arrays for sent in requests))
         self._report()  # before Leave, so that the sender does not treat these leaves as in flight
         self._link.send(peer.end, Leave(peer.link))
+        for sent in requests:
+            if sent.arrays is None and not sent.transfer.pull.is_ready():
+                self._ask_over_another(sent)
+
+    def _ask_over_another(self, sent: SentRequest) -> None:
+        """Asks over a new connection, because an answer over the old one could not be used."""
+        self._link.send(sent.peer.end, Withdraw(sent.request.pull_id))
+        with self._lock:
+            del self._requests[sent.request.pull_id]
+            sent.peer = peer = self._peer(sent.peer.end)
+            sent.request = msgspec.structs.replace(
+                sent.request,
+                pull_id=secrets.randbits(ID_BITS),
+                link=peer.link,
+                backend=peer.inlet.backend,
+            )
+            self._requests[sent.request.pull_id] = sent
+        self._ask(sent)
 
     def _drop_peer(self, peer: str, ends: list[KvEnd]) -> None:
         self._settle_all()
@@ -434,19 +475,21 @@ class KvPuller:
                 transfer.pull.fail(HandoffError(f"peer {peer!r} was disconnected"))
         for end in ends:
             with self._lock:
-                self._choice.forget(end)
+                for kind in KvBackend:
+                    self._proven.discard((end, kind))
+                    self._unusable.discard((end, kind))
                 state = self._peers.get(end)
             if state is not None:
                 self._drop(state)
 
     def _close_all(self) -> None:
         self._settle_all()
-        self._report()
         for transfer in self._watched:
             transfer.pull.fail(HandoffError("the channel was closed"))
+        self._settle_all()  # withdraws them
+        self._report()
         for peer in list(self._peers.values()):
             self._drop(peer)
-        self._watched.clear()
         with self._lock:
             self._requests.clear()
             self._cards.clear()
@@ -485,7 +528,7 @@ def request_of(
 
 
 @contextlib.contextmanager
-def _failing(pull: PolledPull, what: str) -> Iterator[None]:
+def _failing(pull: Pull, what: str) -> Iterator[None]:
     """Fails the pull with the error that is raised inside."""
     try:
         yield

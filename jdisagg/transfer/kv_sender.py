@@ -39,7 +39,7 @@ from jdisagg.messages.kv_plane import (
     after,
 )
 from jdisagg.transfer.backend import Backend, Outlet
-from jdisagg.transfer.channel import REMEMBERED_IDS, BlockStamp, Offered, Offers
+from jdisagg.transfer.channel import REMEMBERED_IDS, BlockStamp, Offered, Offers, is_ready
 from jdisagg.transfer.channel_thread import ChannelThread, ComputeWait
 from jdisagg.transfer.pieces import (
     OfferedBlock,
@@ -48,7 +48,6 @@ from jdisagg.transfer.pieces import (
     check_geometry,
     plan_of_request,
 )
-from jdisagg.transfer.polled_pull import is_ready
 from jdisagg.transfer.sender_errors import error_text
 from jdisagg.transfer.transfer_engine import EngineOptions
 
@@ -159,8 +158,6 @@ class KvSender:
                 if peer is not None:
                     peer.outlet.pulled(message.pull_id)
             case Withdraw():
-                if peer is not None:
-                    peer.outlet.given_up(message.pull_id)
                 pull = self._pulls.get((receiver, message.pull_id))
                 if pull is not None:
                     return self._fail(pull, BlockEvent.GIVE_UP, HandoffError(GIVEN_UP))
@@ -286,10 +283,11 @@ class KvSender:
         refusal = Refused(request.pull_id, type(error).__name__, error.message)
         if event is BlockEvent.REFUSE:
             self._link.send(receiver, refusal)
-        reserved, text = pull.answer is not None, error_text(error)
+        reserved, given_up = pull.answer is not None, event is BlockEvent.GIVE_UP
         self._end_pull(pull.key, event, refusal if event is BlockEvent.REFUSE else None)
         if reserved:
-            self._peers[receiver].outlet.withdraw(request.pull_id, pull.leaves, text)
+            outlet = self._peers[receiver].outlet
+            outlet.withdraw(request.pull_id, pull.leaves, error_text(error), given_up)
 
     def _end_pull(
         self, key: _Key, event: BlockEvent, answer: Posted | Refused | None = None
@@ -326,8 +324,6 @@ class KvSender:
         if time.monotonic() >= self._tick_due:
             self._tick_due = time.monotonic() + self._timeouts.tick_seconds
             now = self._clock.now()
-            for backend in self._backends.values():
-                backend.sweep()
             for pull in [pull for pull in self._pulls.values() if now >= pull.until]:
                 late = HandoffError(TOO_LATE)
                 self._guarded(
@@ -350,8 +346,6 @@ class KvSender:
         idle = time.monotonic() - peer.used > self._timeouts.outlet_idle_seconds
         if idle and not self._reserved(receiver):
             self._close_peer(receiver)
-            for backend in self._backends.values():
-                backend.drop_spare()
         else:
             peer.outlet.tick()
 
@@ -369,6 +363,8 @@ class KvSender:
             for pull in reserved:
                 self._end_pull(pull.key, BlockEvent.GIVE_UP)
             peer.outlet.close(in_flight=bool(reserved))
+            for backend in self._backends.values() if not self._peers else ():
+                backend.drop_spare()
 
     def _close_all(self) -> None:
         for receiver in list(self._peers):

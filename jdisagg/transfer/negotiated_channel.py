@@ -1,10 +1,14 @@
 """The channel between processes, which negotiates a backend for each pair of processes.
 
-Control messages are sent over a `KvLink`. KV is transferred by the best backend that both processes
-support (backend_choice.py). Each process has one channel. The sending half (kv_sender.py) holds
-offers and serves requested pieces. The receiving half (kv_puller.py) requests, pulls and assembles
-pieces. Each process of a multi-process mesh transfers only its own shards. The link's owner passes
-received messages to `handle`, and closes the channel at the end."""
+Control messages are sent over a `KvLink`. KV is transferred by the first backend that both
+processes support and that has not failed between them. The order is shared memory, NIXL, JAX
+transfer engine. If the configuration names NIXL, NIXL comes first. Each process has one channel.
+The sending half (kv_sender.py) holds offers and serves requested pieces. The receiving half
+(kv_puller.py) requests, pulls and assembles pieces. Each process of a multi-process mesh transfers
+only its own shards. The link's owner passes received messages to `handle`, and closes the channel
+at the end."""
+
+from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
@@ -12,15 +16,40 @@ import jax.numpy as jnp
 from jdisagg.clock import Clock
 from jdisagg.layout.mesh_card import KvEnd, MeshCard
 from jdisagg.messages.kv_plane import KvLink, KvMessage, Posted, Refused
-from jdisagg.transfer.backend_choice import BackendChoice, Memories
-from jdisagg.transfer.channel import BlockStamp, Offered, PullTarget
+from jdisagg.transfer.backend import Backend
+from jdisagg.transfer.channel import NO_STAMP, BlockStamp, Offered, Pull, PullTarget
 from jdisagg.transfer.kv_puller import KvPuller
 from jdisagg.transfer.kv_sender import KvSender
+from jdisagg.transfer.nixl_memory import NixlMemory, nixl_memory
 from jdisagg.transfer.pieces import warm_pieces
-from jdisagg.transfer.polled_pull import PolledPull
-from jdisagg.transfer.transfer_engine import EngineOptions
+from jdisagg.transfer.shared_memory import SharedMemory
+from jdisagg.transfer.transfer_engine import EngineBackend, EngineOptions
 
-_NO_STAMP = BlockStamp()
+
+@dataclass(frozen=True, slots=True)
+class Memories:
+    """The memory of one process that other processes can read."""
+
+    shared: SharedMemory | None = None
+    nixl: NixlMemory | None = None
+
+    @staticmethod
+    def of_worker(channel: str, host: str) -> "Memories":
+        """Allocates the memory from which other processes may read a worker's KV. Raises
+        ConfigError if NIXL is configured by name and cannot be used."""
+        return Memories(SharedMemory.of_host(), nixl_memory(channel, host))
+
+    def end(self, control: str, boot_id: int) -> KvEnd:
+        shared = self.shared.name if self.shared else ""
+        return KvEnd(control, boot_id, shared, self.nixl is not None)
+
+    def backends(self, options: EngineOptions) -> tuple[Backend, ...]:
+        nixl_first = self.nixl is not None and self.nixl.first
+        memories = (self.nixl, self.shared) if nixl_first else (self.shared, self.nixl)
+        usable = (memory for memory in memories if memory is not None)
+        return (*usable, EngineBackend(options))
+
+
 _NO_MEMORIES = Memories()
 
 
@@ -48,7 +77,7 @@ class NegotiatedChannel:
         options = EngineOptions(host, transports)
         self._backends = memories.backends(options)
         self._sender = KvSender(clock, end, link, options, self._backends)
-        self._puller = KvPuller(clock, link, options, BackendChoice(self._backends))
+        self._puller = KvPuller(clock, link, options, self._backends)
 
     def handle(self, sender: KvEnd, message: KvMessage) -> None:
         if isinstance(message, Posted | Refused):
@@ -70,11 +99,11 @@ class NegotiatedChannel:
         self._sender.card = mesh
 
     def offer(
-        self, offer_id: int, block: jax.Array, rank: int, stamp: BlockStamp = _NO_STAMP
+        self, offer_id: int, block: jax.Array, rank: int, stamp: BlockStamp = NO_STAMP
     ) -> None:
         self._sender.offer(offer_id, block, rank, stamp)
 
-    def pull(self, offer_id: int, target: PullTarget, deadline_seconds: float) -> PolledPull:
+    def pull(self, offer_id: int, target: PullTarget, deadline_seconds: float) -> Pull:
         return self._puller.pull(offer_id, target, deadline_seconds)
 
     def release(self, offer_id: int) -> None:

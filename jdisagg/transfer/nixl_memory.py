@@ -189,16 +189,11 @@ class NixlOutlet(Outlet):
         if posted := self._posted.pop(pull_id, None):
             self._memory.give_back(posted[0])
 
-    def given_up(self, pull_id: int) -> None:
-        """Frees the region at once. The receiver may still be reading the region, but discards the
-        data."""
-        self.pulled(pull_id)
-
-    def withdraw(self, pull_id: int, leaves: int, reason: str) -> None:
+    def withdraw(self, pull_id: int, leaves: int, reason: str, given_up: bool = False) -> None:
         self._unwritten.pop(pull_id, None)
         if posted := self._posted.pop(pull_id, None):
             region, _, end = posted
-            self._memory.park(region, end - time.monotonic())
+            self._memory.park(region, 0.0 if given_up else end - time.monotonic())
 
     def close(self, in_flight: bool) -> None:
         for pull_id in list(self._posted):

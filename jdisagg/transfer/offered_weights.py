@@ -189,9 +189,7 @@ class OfferedWeights:
 
     def _gathered(self, tensor: Any, wanted: Box) -> np.ndarray:
         held = _held(tensor)
-        pieces = plan_reshard(
-            {device: box for device, (box, _) in held.items()}, {_READER: wanted}
-        ).pieces
+        pieces = plan_reshard({device: box for device, (box, _) in held.items()}, {_READER: wanted})
         if len(pieces) == 1:
             return _cut(held[pieces[0].source][1], pieces[0].source_slice)
         values = aligned_empty([stop - start for start, stop in wanted], tensor.dtype)

@@ -1,20 +1,20 @@
-"""Prepares KV transfers for all channels: checks that the two meshes are compatible, plans the
-pieces, and cuts and packs them. A piece is the part of a block, `granule` KV heads, that one device
-sends to another."""
+"""The pieces of a KV block, for all channels: checks that the two meshes are compatible, plans the
+pieces, cuts and packs them, and assembles them to global arrays. A piece is the part of a block,
+`granule` KV heads, that one device sends to another."""
 
-import collections
 import functools
+from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jdisagg.errors import IncompatiblePeerError
-from jdisagg.layout.reshard_plan import HEAD_DIMENSION, Box, plan_handoff
-from jdisagg.messages.kv_plane import PullRequest, Wanted
-from jdisagg.transfer.channel import BlockStamp, PullTarget, rank_placement, resident_zeros
+from jdisagg.errors import HandoffError, IncompatiblePeerError
+from jdisagg.layout.reshard_plan import HEAD_DIMENSION, Box, Placement, plan_handoff
+from jdisagg.messages.kv_plane import PostedPiece, PullRequest, Wanted
+from jdisagg.transfer.channel import BlockStamp, Leaf, PullTarget, rank_placement, resident_zeros
 from jdisagg.transfer.codec import codec, stamp_array
 
 NO_CODEC = "none"
@@ -67,6 +67,11 @@ class OfferedBlock:
         return self.sharding.shard_shape(self.shape)[HEAD_DIMENSION]
 
     @property
+    def replicas(self) -> int:
+        boxes = rank_placement(self.sharding, self.shape, self.rank).values()
+        return max(Counter(boxes).values())
+
+    @property
     def nbytes(self) -> int:
         return sum(shard.nbytes for shard in self.shards.values())
 
@@ -111,16 +116,11 @@ def cut(shard_1CKTH: jax.Array, parts: int) -> tuple[jax.Array, ...]:
     )
 
 
-def add_counts(total: dict[tuple[int, int], int], more: dict[tuple[int, int], int]) -> None:
-    for pair, count in more.items():
-        total[pair] = total.get(pair, 0) + count
-
-
 @dataclass(frozen=True, slots=True)
 class PlannedPiece:
     """One planned copy of a piece. Piece number `source_part` of the shard on device `source`
-    becomes piece number `part` on the receiving device with index `receiver` in the request's list.
-    `first_head` is the global index of the piece's first head."""
+    becomes piece number `part` on the receiving device `receiver`, which is its id, or its index in
+    the request's list. `first_head` is the global index of the piece's first head."""
 
     source: int
     source_part: int
@@ -129,8 +129,25 @@ class PlannedPiece:
     first_head: int
 
 
+def plan_pieces(
+    source: Placement, destination: Placement, granule: int, turn: int
+) -> tuple[PlannedPiece, ...]:
+    """Receivers are numbered as in `destination`. `plan_reshard` describes the other
+    parameters."""
+    return tuple(
+        PlannedPiece(
+            piece.source,
+            piece.source_slice[HEAD_DIMENSION][0] // granule,
+            piece.destination,
+            piece.destination_slice[HEAD_DIMENSION][0] // granule,
+            piece.box[HEAD_DIMENSION][0],
+        )
+        for piece in plan_handoff(source, destination, granule, turn)
+    )
+
+
 def plan_of_request(offer: OfferedBlock, request: PullRequest) -> tuple[PlannedPiece, ...]:
-    turn = request.turn % _replicas(offer.sharding, offer.shape, offer.rank)
+    turn = request.turn % offer.replicas
     pieces = _plan(
         offer.sharding,
         offer.shape,
@@ -146,11 +163,6 @@ def plan_of_request(offer: OfferedBlock, request: PullRequest) -> tuple[PlannedP
         if piece.source in offer.shards
         and request.wanted[piece.receiver].process == request.process
     )
-
-
-@functools.lru_cache(maxsize=1024)
-def _replicas(sharding: jax.sharding.Sharding, shape: tuple[int, ...], rank: int) -> int:
-    return max(collections.Counter(rank_placement(sharding, shape, rank).values()).values())
 
 
 @functools.lru_cache(maxsize=1024)
@@ -173,14 +185,8 @@ def _plan(
         # plan would take devices with equal numbers for the same device.
         destination[-1 - place] = (*whole[:HEAD_DIMENSION], heads, *whole[HEAD_DIMENSION + 1 :])
     return tuple(
-        PlannedPiece(
-            piece.source,
-            piece.source_slice[HEAD_DIMENSION][0] // granule,
-            -1 - piece.destination,
-            piece.destination_slice[HEAD_DIMENSION][0] // granule,
-            piece.box[HEAD_DIMENSION][0],
-        )
-        for piece in plan_handoff(source, destination, granule, turn).pieces
+        replace(piece, receiver=-1 - piece.receiver)
+        for piece in plan_pieces(source, destination, granule, turn)
     )
 
 
@@ -288,9 +294,8 @@ def check_leaves(target: PullTarget) -> tuple[jax.ShapeDtypeStruct, ...]:
     """Returns the shapes and dtypes of the arrays into which a piece for this target is packed.
     Raises IncompatiblePeerError if they do not match the target's zeros."""
     _, components, _, tokens, head_size = target.zeros.shape
-    leaves = codec(target.codec).leaves(
-        jax.ShapeDtypeStruct((1, components, target.granule, tokens, head_size), target.zeros.dtype)
-    )
+    shape = (1, components, target.granule, tokens, head_size)
+    leaves = _leaves(target.codec, shape, target.zeros.dtype)
     wanted = [(leaf.shape, leaf.dtype) for leaf in leaves]
     found = [(zeros.sharding.shard_shape(zeros.shape), zeros.dtype) for zeros in target.resident]
     if found != wanted:
@@ -299,6 +304,125 @@ def check_leaves(target: PullTarget) -> tuple[jax.ShapeDtypeStruct, ...]:
             f" device are {found}; give it zeros of these shapes and dtypes"
         )
     return leaves
+
+
+@functools.lru_cache(maxsize=1024)
+def _leaves(
+    codec_name: str, shape: tuple[int, ...], dtype: jnp.dtype
+) -> tuple[jax.ShapeDtypeStruct, ...]:
+    return codec(codec_name).leaves(jax.ShapeDtypeStruct(shape, dtype))
+
+
+class Assembly:
+    """Assembles the pieces of one pull into global arrays: tracks which pieces the devices of this
+    process need, and which of them the senders have announced. Each device of this process in the
+    receiving dp rank must get each of its pieces exactly once, and no other piece. Transfers no
+    data itself. Not thread-safe.
+
+    Attributes:
+        wanted: All devices of the receiving dp rank, on all processes.
+    """
+
+    def __init__(self, target: PullTarget) -> None:
+        self.wanted = wanted = _wanted(target.zeros.sharding, target.zeros.shape, target.rank)
+        self.assembled = False
+        self.bytes_per_pair: Counter[tuple[int, int]] = Counter()
+        self._target = target
+        process = jax.process_index()
+        self._own = {device.device for device in wanted if device.process == process}
+        self._devices = {device.id: device for device in target.zeros.sharding.addressable_devices}
+        self._leaves = check_leaves(target)
+        self._parts: int | None = None
+        self._announced: set[tuple[int, int]] = set()
+        self._coming: dict[tuple[int, int], Sequence[jax.Array | Leaf]] = {}
+
+    def expect(self, heads: int, pieces: tuple[PostedPiece, ...]) -> list[jax.ShapeDtypeStruct]:
+        """Accepts announced pieces and returns the shapes of their leaves, in the sender's order.
+        Raises HandoffError if a piece was not requested, or was announced twice."""
+        parts, rest = divmod(heads, self._target.zeros.shape[HEAD_DIMENSION])
+        if rest or not parts or self._parts not in (None, parts):
+            raise HandoffError(f"a sender announced {heads} kv heads, which do not fit the pull")
+        self._parts = parts
+        avals: list[jax.ShapeDtypeStruct] = []
+        for piece in pieces:
+            key = (piece.part, piece.destination)
+            if (
+                piece.destination not in self._own
+                or not 0 <= piece.part < parts
+                or key in self._announced
+            ):
+                raise HandoffError(
+                    f"a sender announced the piece {piece}, which was not requested or was"
+                    " announced before"
+                )
+            self._announced.add(key)
+            place = jax.sharding.SingleDeviceSharding(self._devices[piece.destination])
+            avals += [
+                jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place)
+                for leaf in self._leaves
+            ]
+        return avals
+
+    def coming(self, pieces: tuple[PostedPiece, ...], arrays: Sequence[jax.Array | Leaf]) -> None:
+        """The arrays may still be in transfer."""
+        count = len(self._leaves)
+        for index, piece in enumerate(pieces):
+            leaves = arrays[index * count : index * count + count]
+            self._coming[piece.part, piece.destination] = leaves
+            nbytes = sum(leaf.nbytes for leaf in leaves)
+            self.bytes_per_pair[piece.source, piece.destination] += nbytes
+
+    @property
+    def complete(self) -> bool:
+        """Returns whether the arrays of all needed pieces were added. A process that needs no piece
+        must still wait for one sender's answer, which contains the number of arrays per piece."""
+        return self._parts is not None and len(self._coming) == self._parts * len(self._own)
+
+    @property
+    def flat(self) -> tuple[jax.Array | Leaf, ...]:
+        return tuple(leaf for key in sorted(self._coming) for leaf in self._coming[key])
+
+    @property
+    def nbytes(self) -> int:
+        return self.bytes_per_pair.total()
+
+    def assemble(self, arrived: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        """Returns the global arrays, in the order of parts and then of leaves."""
+        assert self._parts is not None
+        count = len(self._leaves)
+        pieces = {
+            key: arrived[index * count : index * count + count]
+            for index, key in enumerate(sorted(self._coming))
+        }
+        made: list[jax.Array] = []
+        for part in range(self._parts):
+            for leaf, zeros in enumerate(self._target.resident):
+                shards = [pieces[part, device][leaf] for device in sorted(self._own)]
+                if len(shards) < len(self._devices):
+                    shards += [
+                        shard.data
+                        for shard in zeros.addressable_shards
+                        if shard.device.id not in self._own
+                    ]
+                made.append(
+                    jax.make_array_from_single_device_arrays(zeros.shape, zeros.sharding, shards)
+                )
+        self._coming.clear()
+        self.assembled = True
+        return tuple(made)
+
+
+@functools.lru_cache(maxsize=1024)
+def _wanted(
+    sharding: jax.sharding.Sharding, shape: tuple[int, ...], rank: int
+) -> tuple[Wanted, ...]:
+    process = {device.id: device.process_index for device in sharding.device_set}
+    granule = sharding.shard_shape(shape)[HEAD_DIMENSION]
+    boxes = rank_placement(sharding, shape, rank)
+    return tuple(
+        Wanted(device, process[device], boxes[device][HEAD_DIMENSION][0] // granule)
+        for device in sorted(boxes)
+    )
 
 
 def warm_pieces(

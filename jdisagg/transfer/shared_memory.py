@@ -17,6 +17,7 @@ and makes arrays from the mapping, on CPU without another copy. Invariants:
   descriptor may exist, but not the secret, so another backend is used."""
 
 import contextlib
+import errno
 import mmap
 import os
 import secrets
@@ -32,13 +33,15 @@ from jdisagg.errors import HandoffError
 from jdisagg.layout.mesh_card import KvEnd
 from jdisagg.messages.kv_plane import InMemory, KvBackend
 from jdisagg.ops.device_layout import ALIGNMENT
-from jdisagg.transfer.backend import AnnouncedArrays, Backend, Inlet, Leaf, Outlet, Reserved
+from jdisagg.transfer.backend import AnnouncedArrays, Backend, Inlet, Outlet, Reserved
+from jdisagg.transfer.channel import Leaf
 from jdisagg.transfer.pieces import HostLeaves, RequestedPieces
 
 _WRITTEN = 1  # first byte of a region that is written
 SPARE_BYTES = 256 << 20  # limit of the regions, or mappings, that wait for their next use
 FEW_SIZES_BYTES = 1 << 20  # regions above this size have few sizes
 _SECRET_BYTES = 16
+_FILE = "jdisagg-kv"
 
 
 class Region:
@@ -47,7 +50,7 @@ class Region:
 
     def __init__(self, size: int) -> None:
         self.size = size
-        self.descriptor = os.memfd_create("jdisagg-kv")
+        self.descriptor = os.memfd_create(_FILE)
         try:
             os.ftruncate(self.descriptor, size)
             self.inode = os.fstat(self.descriptor).st_ino
@@ -188,7 +191,7 @@ class SharedOutlet(Outlet):
         if posted := self._posted.pop(pull_id, None):
             self._memory.give_back(posted[0])
 
-    def withdraw(self, pull_id: int, leaves: int, reason: str) -> None:
+    def withdraw(self, pull_id: int, leaves: int, reason: str, given_up: bool = False) -> None:
         """Closes the region rather than reusing it, because the receiver may still map it."""
         self._unwritten.pop(pull_id, None)
         if posted := self._posted.pop(pull_id, None):
@@ -202,7 +205,7 @@ class SharedOutlet(Outlet):
 def reachable(name: str) -> bool:
     pid, descriptor, secret = _parts(name)
     try:
-        with open(f"/proc/{pid}/fd/{descriptor}", "rb") as probe:
+        with open(_opened(pid, descriptor), "rb") as probe:
             return probe.read(_SECRET_BYTES) == secret != b""
     except OSError:
         return False
@@ -289,7 +292,7 @@ class SharedInlet(Inlet):
             return self._mapped[lies.inode]
         pid, _, _ = _parts(self._name)
         try:
-            opened = os.open(f"/proc/{pid}/fd/{lies.descriptor}", os.O_RDONLY)
+            opened = _opened(pid, lies.descriptor)
         except OSError as error:
             raise HandoffError(f"the sender's shared memory is gone: {error}; pull again") from None
         try:
@@ -305,6 +308,16 @@ class SharedInlet(Inlet):
             _, oldest = self._mapped.popitem(last=False)
             self._bytes -= len(oldest)
         return mapped
+
+
+def _opened(pid: int, descriptor: int) -> int:
+    """Opens a region of another process. Raises OSError if the file is no region. If the process is
+    on another host, its numbers may be those of a pipe or terminal here, and reading from it would
+    wait and take what others should read."""
+    path = f"/proc/{pid}/fd/{descriptor}"
+    if not os.readlink(path).startswith(f"/memfd:{_FILE} "):
+        raise OSError(errno.ENOENT, "not a region", path)
+    return os.open(path, os.O_RDONLY)
 
 
 def _parts(name: str) -> tuple[int, int, bytes]:

@@ -45,9 +45,9 @@ from jdisagg.messages.kv_plane import KvBackend
 from jdisagg.settings.address import host_port, numeric
 from jdisagg.settings.timeouts import DEFAULT_TIMEOUTS, TransferTimeouts
 from jdisagg.transfer.arrivals import received_bytes
-from jdisagg.transfer.backend import AnnouncedArrays, Backend, Inlet, Leaf, Outlet, Reserved
+from jdisagg.transfer.backend import AnnouncedArrays, Backend, Inlet, Outlet, Reserved
+from jdisagg.transfer.channel import Leaf, is_ready
 from jdisagg.transfer.pieces import RequestedPieces
-from jdisagg.transfer.polled_pull import is_ready
 
 TICK_ID = 2**64 - 1
 # Fewer bytes within a fraction of the time limit do not count as progress, because gRPC pings and
@@ -141,7 +141,7 @@ class EngineOutlet(Outlet):
     def pulled(self, pull_id: int) -> None:
         """Does nothing, because the engine frees arrays that were pulled."""
 
-    def withdraw(self, pull_id: int, leaves: int, reason: str) -> None:
+    def withdraw(self, pull_id: int, leaves: int, reason: str, given_up: bool = False) -> None:
         """Posts error arrays under the id. The engine may be sending them until they expire."""
         self._withdrew = True
         error = transfer.make_error_array(

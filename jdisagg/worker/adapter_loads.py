@@ -41,7 +41,7 @@ class AdapterLoads:
 
     @property
     def idle(self) -> bool:
-        return not self._loads and not any(self._held.values())
+        return not (self._loads or self._held)
 
     def held(
         self, request: Request, seconds: float
@@ -64,7 +64,7 @@ class AdapterLoads:
                 await self._load(adapter)
             yield
         finally:
-            self._held[adapter.digest] -= 1
+            self._held -= Counter((adapter.digest,))  # drops those at zero
             self.poke()
 
     def poke(self) -> None:
@@ -91,9 +91,8 @@ class AdapterLoads:
         self.table.use(adapter.digest)
 
     def _begin(self, adapter: Adapter) -> "asyncio.Task[None] | None":
-        held = {digest for digest, count in self._held.items() if count}
         running = {one.adapter.digest for one in self._in_use() if one.adapter is not None}
-        slot = self.table.take(adapter.digest, held | running)
+        slot = self.table.take(adapter.digest, running.union(self._held))
         if slot is None:
             return None
         evicted = self.table.evictions - self._counters["adapter_evictions"]

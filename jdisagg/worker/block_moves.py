@@ -7,12 +7,12 @@ in the pages is the one that was computed at its source. Its states are those of
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from jdisagg.clock import within
 from jdisagg.errors import HandoffError
 from jdisagg.layout.kv_spec import KvKind
-from jdisagg.messages.kv_plane import BlockEvent, BlockState, after
+from jdisagg.messages.kv_plane import MOST_PATIENCE, BlockEvent, BlockState, after
 from jdisagg.messages.ports import Offer
 from jdisagg.messages.step_commands import (
     DropBlocks,
@@ -28,9 +28,8 @@ from jdisagg.scheduler.page_ledger import pages_for
 from jdisagg.worker.peers import PeerLink
 from jdisagg.worker.step_loop import StepLoop
 
-# A pull ends after its deadline, or later if bytes still arrive. If it has no result after this
-# many times its deadline, it is treated as lost.
-PATIENCE = 12.5
+# If a pull has no result after this many times its time limit, it is treated as lost.
+PATIENCE = MOST_PATIENCE + 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +75,7 @@ class Destination:
         )
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class ArrivingBlocks:
     """The blocks that one source offers for one destination, each with its state.
 
@@ -85,23 +85,15 @@ class ArrivingBlocks:
         last_insertion: Number of the newest command that inserts a block.
     """
 
-    def __init__(
-        self,
-        loop: StepLoop,
-        to: Destination,
-        link: Callable[[], PeerLink],
-        seconds: float,
-        name: str,
-    ) -> None:
-        self.count: Counter[BlockState] = Counter()
-        self.verified: list[Offer] = []
-        self.last_insertion = 0
-        self._states: dict[int, BlockState] = {}
-        self._loop = loop
-        self._to = to
-        self._link = link
-        self._seconds = seconds
-        self._name = name
+    _loop: StepLoop
+    _to: Destination
+    _link: Callable[[], PeerLink]
+    _seconds: float
+    _name: str
+    count: Counter[BlockState] = field(default_factory=Counter)
+    verified: list[Offer] = field(default_factory=list)
+    last_insertion: int = 0
+    _states: dict[int, BlockState] = field(default_factory=dict)
 
     @property
     def arriving(self) -> bool:

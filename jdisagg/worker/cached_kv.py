@@ -1,6 +1,7 @@
 """The cached KV of one worker, in pages and in slower tiers: what is used, dropped and shown."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 
 from jdisagg.messages.worker_status import KeptTier
 from jdisagg.plain import plain
@@ -60,32 +61,20 @@ def kept_blocks(worker: str, kept: Residency, tiers: Mapping[str, Listed]) -> It
             yield KeptBlock(worker, tier, rank, shown, index, kept.block_tokens, in_use)
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class CachedKv:
-    """Counts the reuse of cached blocks, and drops blocks in all tiers together.
+    """Counts the reuse of cached blocks, and drops blocks in all tiers together."""
 
-    Args:
-        closed_seconds: Time after a drop in which no cached block moves between workers.
-    """
-
-    def __init__(
-        self,
-        sources: KvSources,
-        mesh: MeshLimits,
-        counters: Counters,
-        now: Callable[[], float],
-        closed_seconds: float,
-    ) -> None:
-        self._kept = sources.kept
-        self._sources = sources
-        self._mesh = mesh
-        self._counters = counters
-        self._now = now
-        self._closed_seconds = closed_seconds
-        self._forgotten = 0  # blocks that were cleared rather than evicted for lack of room
+    _sources: KvSources
+    _mesh: MeshLimits
+    _counters: Counters
+    _now: Callable[[], float]
+    _closed_seconds: float  # after a drop, in which no cached block moves between workers
+    _forgotten: int = 0  # blocks that were cleared rather than evicted for lack of room
 
     def tiers(self) -> tuple[KeptTier, ...]:
         """Returns the used and total bytes of the cached blocks in each tier, and of snapshots."""
-        kept, mesh = self._kept, self._mesh
+        kept, mesh = self._sources.kept, self._mesh
         if not kept.on:
             return ()
         of_token = mesh.sent.bytes_per_token
@@ -99,13 +88,9 @@ class CachedKv:
             tiers.append(KeptTier("snapshots", count, filled * size, total * size))
         return (*tiers, *(tier for source in self._sources for tier in source.stats()))
 
-    def blocks(self, worker: str) -> Iterator[KeptBlock]:
-        tiers = {source.name: source.listed() for source in self._sources}
-        return kept_blocks(worker, self._kept, tiers)
-
     def used(self, prompt: Prompt, rank: int, cached_tokens: int, restored: RestoredBlocks) -> None:
         """Counts the cached tokens of a prompt that has pages, by tier."""
-        kept, counters = self._kept, self._counters
+        kept, counters = self._sources.kept, self._counters
         for source in self._sources if cached_tokens else ():
             source.used(rank, prompt.chain[: cached_tokens // kept.block_tokens])
         if kept.on:
@@ -131,7 +116,7 @@ class CachedKv:
 
     def _drop(self, rank: int | None, cause: str) -> int:
         elsewhere = self._sources.clear(cause)
-        blocks = self._kept.clear(rank, self._now() + self._closed_seconds)
+        blocks = self._sources.kept.clear(rank, self._now() + self._closed_seconds)
         self._forgotten += blocks
         if blocks:
             self._counters.add("prefix_blocks_evicted", blocks, cause=cause)

@@ -147,17 +147,9 @@ class DiskTier(Tier[DiskBlocks]):
         self._write_more()
 
     async def _save(self, block: TierBlock, host: TierBlock) -> str:
-        sums = tuple([piece.checksum for piece in host.pieces])
-        saved = await self._run(
-            SaveBlock(
-                self._loop.next_number(),
-                block.name,
-                block.index,
-                host.offer_ids,
-                sums,
-                FILE_SECONDS,
-            )
-        )
+        number, sums = self._loop.next_number(), tuple([one.checksum for one in host.pieces])
+        command = SaveBlock(number, block.name, block.index, host.offer_ids, sums, FILE_SECONDS)
+        saved = await self._run(command)
         if not saved.error:
             self._counters.add("disk_bytes_written", saved.bytes_moved)
         elif saved.error == SLOW:

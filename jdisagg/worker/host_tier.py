@@ -20,6 +20,7 @@ from jdisagg.layout.kv_spec import KvKind
 from jdisagg.messages.ports import Offer
 from jdisagg.messages.step_commands import HOST, ExtractResult, ReleaseOffers, StepResult
 from jdisagg.messages.worker_status import KeptTier, WorkerRole
+from jdisagg.scheduler.block_names import Tail
 from jdisagg.scheduler.disk_blocks import FILE_EXTRA_BYTES
 from jdisagg.scheduler.executor import MeshLimits
 from jdisagg.scheduler.host_blocks import (
@@ -34,9 +35,8 @@ from jdisagg.scheduler.host_blocks import (
 )
 from jdisagg.scheduler.page_ledger import pages_for
 from jdisagg.scheduler.prices import Prices
-from jdisagg.scheduler.residency import Chain, Evicted, Residency
+from jdisagg.scheduler.residency import Chain, PagedBlock, Residency
 from jdisagg.scheduler.snapshots import EvictedSnapshot
-from jdisagg.scheduler.tails import Tail
 from jdisagg.telemetry import Counters
 from jdisagg.worker.block_moves import (
     ArrivingBlocks,
@@ -222,7 +222,7 @@ class HostTier(Tier[Shelf]):
             return
         for rank, gone in snapshots:
             self._snapshot_evicted(rank, gone)
-        chosen: list[Evicted] = []
+        chosen: list[PagedBlock] = []
         places, writing = {True: MOST_WRITING, False: self.blocks.most_writing}, self.blocks.writing
         room = self.blocks.room if evicted else 0
         for one in sorted(evicted, key=lambda one: (not one.awaited, one.index)):
@@ -246,7 +246,7 @@ class HostTier(Tier[Shelf]):
         elif gone.name not in self.snapshots:
             self._counters.add("host_snapshots_declined")
 
-    def _copy_block(self, one: Evicted, most_writing: int) -> None:
+    def _copy_block(self, one: PagedBlock, most_writing: int) -> None:
         start, size = one.index * self._kept.block_tokens, one.tail or self._kept.block_tokens
         # page 0 is a placeholder for the pages of the sequence's earlier blocks, which are not read
         pages = (0,) * (start // self._limits.page_size) + one.pages
@@ -288,8 +288,7 @@ class HostTier(Tier[Shelf]):
         shelf = self.snapshots if snapshot else self.blocks
         if not snapshot:
             if pages := self._kept.pages(rank, name):
-                block = Evicted(rank, name, index, pages, awaited=False, tail=0)
-                self._copy_block(block, shelf.most_writing)
+                self._copy_block(PagedBlock(rank, name, index, pages), shelf.most_writing)
         elif name in (of_rank := self._kept.snapshots[rank]):
             self._copy(shelf, rank, name, of_rank.tokens(name), of_rank.place(name))
         if (task := shelf.copies.get(name)) is not None:
@@ -469,8 +468,6 @@ class HostTier(Tier[Shelf]):
         pages: tuple[int, ...],
         files: Files | None,
     ) -> bool:
-        """Copies a block or snapshot to pages, from disk by way of host memory. Returns whether it
-        is intact."""
         rank = restore.plan.rank
         if block.pieces or files is None:
             return await self._copy_in(shelf, block, rank, pages)

@@ -8,15 +8,14 @@ state must be received exactly once."""
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from jdisagg.config import LimitsConfig
 from jdisagg.errors import HandoffError, JdisaggError, UnavailableError, first_error
 from jdisagg.layout.kv_spec import KvKind
 from jdisagg.messages.kv_plane import BlockState
-from jdisagg.messages.ports import FirstToken, HandoffEnd, Offer, OfferChecksum, close_stream
+from jdisagg.messages.ports import HandoffEnd, Offer, OfferChecksum, close_stream
 from jdisagg.messages.step_commands import InsertResult
-from jdisagg.prompt.logprobs import PromptLogprobs
 from jdisagg.telemetry import Counters
 from jdisagg.worker.block_moves import PATIENCE, ArrivingBlocks, Destination, reach
 from jdisagg.worker.peers import SenderLine
@@ -28,19 +27,13 @@ BLOCKS_IN_FLIGHT = 16
 
 @dataclass(slots=True)
 class Received:
-    """The result of receiving one hand-off.
+    """The result of receiving one hand-off. `end`: the sender's last message. `exposed_seconds`:
+    seconds from this message to the last verified block."""
 
-    Attributes:
-        moved: All generated tokens of a migrated sequence; empty for a prefill.
-        exposed_seconds: Seconds from the sender's last message to the last verified block.
-    """
-
-    firsts: tuple[FirstToken, ...] = ()
-    moved: tuple[int, ...] = ()
-    bytes_moved: int = 0
-    exposed_seconds: float = 0.0
-    prompt_logprobs: PromptLogprobs | None = None
-    blocks: list[Offer] = field(default_factory=list)
+    end: HandoffEnd
+    bytes_moved: int
+    exposed_seconds: float
+    blocks: list[Offer]
 
 
 class IncomingHandoff:
@@ -55,6 +48,7 @@ class IncomingHandoff:
     ) -> None:
         self.line = line
         self.closed = False
+        self.task: asyncio.Task[None] | None = None  # that receives it for a reservation
         self.spoiled = False  # whether the checksum of a block differed from its sender's
         self._loop = loop
         self._to = to
@@ -66,7 +60,7 @@ class IncomingHandoff:
         self._computed_at: dict[int, float] = {}  # time when each block's checksum arrived
         self._all_offered = False
         self.blocks = ArrivingBlocks(loop, to, lambda: line.link, self._pull_seconds, line.name)
-        self._received = Received(blocks=self.blocks.verified)
+        self._bytes_moved = 0
         # limits of blocks being pulled, and of blocks pulled or waiting for the mesh's insertion
         self._pulls = asyncio.Semaphore(PULLS_IN_FLIGHT)
         self._insertions = asyncio.Semaphore(BLOCKS_IN_FLIGHT)
@@ -92,37 +86,20 @@ class IncomingHandoff:
         """Receives all KV into the destination's pages and returns the result. Raises HandoffError
         if the sender failed, or it sent incomplete KV. Raises UnavailableError if this mesh or the
         sender's failed."""
-        beats: list[asyncio.Task[None]] = []
         try:
             async with asyncio.TaskGroup() as tasks:
-                # Most hand-offs end before the first heartbeat is due. A task group that is ending
-                # accepts no more tasks.
-                us = asyncio.current_task()
-                assert us is not None
-
-                def begin() -> None:
-                    if not us.cancelling():
-                        beats.append(tasks.create_task(self._keep_alive()))
-
-                timer = asyncio.get_running_loop().call_later(
-                    self._timeouts.heartbeat_seconds, begin
-                )
+                beats = tasks.create_task(self._keep_alive())
                 try:
                     end, ended_at = await self._read_offers(tasks)
                 finally:
-                    timer.cancel()
-                    for beat in beats:
-                        beat.cancel()
+                    beats.cancel()
         except BaseExceptionGroup as group:
             raise _typed(group) from group
-        received = self._received
+        blocks = self.blocks.verified
         self._check_coverage(end)
-        received.firsts, received.moved = end.firsts, end.moved
-        received.prompt_logprobs = end.prompt_logprobs
-        received.exposed_seconds = self._now() - ended_at
-        if end.moved or not received.blocks:
-            self.line.acknowledge_all(tuple(block.offer_id for block in received.blocks))
-        return received
+        if end.moved or not blocks:
+            self.line.acknowledge_all(tuple(block.offer_id for block in blocks))
+        return Received(end, self._bytes_moved, self._now() - ended_at, blocks)
 
     async def _read_offers(self, tasks: asyncio.TaskGroup) -> tuple[HandoffEnd, float]:
         offers = self.line.offers()
@@ -155,6 +132,7 @@ class IncomingHandoff:
     async def _keep_alive(self) -> None:
         missed, seconds = 0, self._timeouts.heartbeat_seconds
         while True:
+            await asyncio.sleep(seconds)
             try:
                 async with asyncio.timeout(seconds):
                     await self.line.heartbeat()
@@ -165,7 +143,6 @@ class IncomingHandoff:
                     raise HandoffError(
                         f"{self.line.name}: {self.line.source.worker!r} does not answer"
                     ) from error
-            await asyncio.sleep(seconds)
 
     async def _fetch(self, offer: Offer) -> None:
         problem, tries = "", 0
@@ -208,7 +185,7 @@ class IncomingHandoff:
         if result.error:
             self._counters.add("pulls_failed")
             return result.error
-        self._received.bytes_moved += result.bytes_moved
+        self._bytes_moved += result.bytes_moved
         if self.line.link.verify:
             # The checksum is sent when the block is computed, perhaps after the pull began.
             ended = self._now()
@@ -249,7 +226,7 @@ class IncomingHandoff:
                 expected.exception()
 
     def _check_coverage(self, end: HandoffEnd) -> None:
-        blocks, mesh, windows = self._received.blocks, self._to.mesh, self._to.windows
+        blocks, mesh, windows = self.blocks.verified, self._to.mesh, self._to.windows
         whole = _covers(
             [block for block in blocks if block.kind is KvKind.POSITIONS],
             mesh.layer_groups,

@@ -16,6 +16,8 @@ import asyncio
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
+import msgspec
+
 from jdisagg.config import LimitsConfig
 from jdisagg.errors import HandoffError, IncompatiblePeerError, JdisaggError, UnavailableError
 from jdisagg.messages.ports import FetchCall, FirstToken, HandoffSource, SourceLost
@@ -54,7 +56,6 @@ class _Incoming:
     kept_tokens: int = 0
     firsts: dict[int, FirstToken] = field(default_factory=dict)
     handoff: IncomingHandoff | None = None
-    task: "asyncio.Task[None] | None" = None
 
 
 class IncomingKv(KvSource):
@@ -148,10 +149,9 @@ class IncomingKv(KvSource):
         return [one.handoff for one in self._incoming.values() if one.handoff is not None]
 
     def _close(self, incoming: _Incoming, reason: str) -> int:
-        handoff, task = incoming.handoff, incoming.task
-        assert handoff is not None and task is not None
-        incoming.handoff = incoming.task = None
-        task.cancel()
+        handoff, incoming.handoff = incoming.handoff, None
+        assert handoff is not None and handoff.task is not None
+        handoff.task.cancel()
         handoff.give_up(reason)
         return handoff.blocks.kept_tokens()
 
@@ -171,10 +171,9 @@ class IncomingKv(KvSource):
             cached_tokens,
             lambda kind, tokens: place(kind, group.rank, group.key, tokens),
         )
-        incoming.handoff = self._handoff(line, to)
-        incoming.task = asyncio.get_running_loop().create_task(
-            self._receive(group, incoming, incoming.handoff)
-        )
+        incoming.handoff = handoff = self._handoff(line, to)
+        receiving = self._receive(group, incoming, handoff)
+        handoff.task = asyncio.get_running_loop().create_task(receiving)
 
     async def _receive(
         self, group: SequenceGroup, incoming: _Incoming, handoff: IncomingHandoff
@@ -201,8 +200,9 @@ class IncomingKv(KvSource):
         if group.key in self._state.groups:
             self._counters.add("handoffs_completed")
             self._counters.add("kv_bytes_received", received.bytes_moved)
-            firsts = incoming.firsts
-            received.firsts = tuple([firsts.get(first.child, first) for first in received.firsts])
+            known, end = incoming.firsts, received.end
+            firsts = tuple([known.get(first.child, first) for first in end.firsts])
+            received.end = msgspec.structs.replace(end, firsts=firsts)
             self._events.kv_complete(group, received)
 
     def _lost(
@@ -213,8 +213,7 @@ class IncomingKv(KvSource):
         error: JdisaggError,
         kept_tokens: int,
     ) -> None:
-        incoming.handoff = incoming.task = None
-        incoming.kept_tokens = kept_tokens
+        incoming.handoff, incoming.kept_tokens = None, kept_tokens
         if group.key not in self._state.groups:
             return
         recoverable = isinstance(error, UnavailableError | IncompatiblePeerError)
@@ -286,7 +285,6 @@ class IncomingKv(KvSource):
         return "gone" if blocks < len(plan.chain) else ""
 
     async def _ask(self, restore: Restore) -> IncomingHandoff | None:
-        """Asks the worker for the blocks. Returns their hand-off, or None if it sends none."""
         plan, size, mesh = restore.plan, self._kept.block_tokens, self._mesh
         assert plan.peer is not None, "`worth` plans with a peer only"
         line = self._peers.line_to(plan.peer, 0)

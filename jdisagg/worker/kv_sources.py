@@ -13,7 +13,7 @@ import contextlib
 import itertools
 import logging
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
@@ -24,10 +24,10 @@ from jdisagg.messages.ports import HandoffSource
 from jdisagg.messages.worker_status import KeptTier
 from jdisagg.plain import plain
 from jdisagg.request import CachedTokens
+from jdisagg.scheduler.block_names import Tail
 from jdisagg.scheduler.host_blocks import TierBlock
 from jdisagg.scheduler.prices import Instead, Prices
 from jdisagg.scheduler.residency import Chain, Residency
-from jdisagg.scheduler.tails import Tail
 from jdisagg.telemetry import Counters
 
 _log = logging.getLogger(__name__)
@@ -330,33 +330,22 @@ class RestoredBlocks:
         return CachedTokens(pages=tokens - sum(found.values()), **found)
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class KvSources:
-    """Chooses the best source of KV for each prompt of one worker, and runs restores.
+    """Chooses the best source of KV for each prompt of one worker, and runs restores. If plans save
+    equal time, an earlier source is preferred."""
 
-    Args:
-        sources: The worker's sources. If plans save equal time, an earlier source is preferred.
-        may_take: Function that returns whether a restore may reserve a number of pages of a rank.
-    """
-
-    def __init__(
-        self,
-        kept: Residency,
-        page_size: int,
-        counters: Counters,
-        now: Callable[[], float],
-        sources: Iterable[KvSource] = (),
-        may_take: Callable[[int, int], bool] = lambda rank, pages: True,
-    ) -> None:
-        self.kept = kept
-        self._page_size = page_size
-        self._counters = counters
-        self._now = now
-        self._sources = tuple(sources)
-        self._may_take = may_take
-        self._running: Counter[Origin] = Counter()
-        self._filling: set[Restore] = set()
-        self._owned: dict[int, Restore] = {}  # to pages of sequences, by owner
-        self._tasks = BackgroundTasks()
+    kept: Residency
+    _page_size: int
+    _counters: Counters
+    _now: Callable[[], float]
+    _sources: Sequence[KvSource]
+    # whether a restore may reserve a number of pages of a rank
+    _may_take: Callable[[int, int], bool] = lambda rank, pages: True
+    _running: Counter[Origin] = field(default_factory=Counter)
+    _filling: set[Restore] = field(default_factory=set)
+    _owned: dict[int, Restore] = field(default_factory=dict)  # to pages of sequences, by owner
+    _tasks: BackgroundTasks = field(default_factory=BackgroundTasks)
 
     def __iter__(self) -> Iterator[KvSource]:
         return iter(self._sources)
@@ -373,12 +362,10 @@ class KvSources:
         plans = [plan for source in free if (plan := source.worth(query)) is not None]
         return max(plans, key=lambda one: one.saving, default=None)
 
-    def begin(
-        self, plan: RestorePlan, restored: RestoredBlocks, done: Callable[[], None]
-    ) -> "asyncio.Task[None]":
-        """`done` is called once, when the restore has ended or has reached its time limit
-        (`RestorePlan.patience_seconds`). It is not called if the returned task is cancelled."""
-        return self._tasks.spawn(self._restore_in_time(plan, restored, done))
+    def begin(self, plan: RestorePlan, restored: RestoredBlocks) -> "asyncio.Task[None]":
+        """Returns a task that ends when the restore has ended or has reached its time limit
+        (`RestorePlan.patience_seconds`)."""
+        return self._tasks.spawn(self._restore_in_time(plan, restored))
 
     async def fill(
         self, query: RestoreQuery, owner: int, pages: tuple[int, ...], restored: RestoredBlocks
@@ -394,8 +381,7 @@ class KvSources:
         if plan is None:
             return 0, False
         restore = self._owned[owner] = Restore(plan, query.known[plan.rank], pages, owner)
-        work = self._restore_in_time(plan, restored, lambda: None, restore)
-        restore.task = self._tasks.spawn(work)
+        restore.task = self._tasks.spawn(self._restore_in_time(plan, restored, restore))
         try:
             await asyncio.wait({restore.task})
         except asyncio.CancelledError:
@@ -415,11 +401,7 @@ class KvSources:
             source.let_go(owner)
 
     async def _restore_in_time(
-        self,
-        plan: RestorePlan,
-        restored: RestoredBlocks,
-        done: Callable[[], None],
-        restore: Restore | None = None,
+        self, plan: RestorePlan, restored: RestoredBlocks, restore: Restore | None = None
     ) -> None:
         source, began = plan.source, self._now()
         patience = plan.patience_seconds
@@ -433,7 +415,6 @@ class KvSources:
         except asyncio.CancelledError:
             source.failed("unwanted")
             raise
-        done()
 
     async def restore(
         self,

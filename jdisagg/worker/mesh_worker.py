@@ -15,6 +15,7 @@ from jdisagg.costs.measured import StepTimes
 from jdisagg.errors import HandoffError, InvalidRequestError, UnavailableError
 from jdisagg.grammar.compiler import GrammarCompiler
 from jdisagg.messages.kept_blocks import KeptMark, KeptNews, KeptScheme
+from jdisagg.messages.packed import OLDEST, PROTOCOL
 from jdisagg.messages.ports import (
     Child,
     FetchCall,
@@ -30,7 +31,7 @@ from jdisagg.request import Request
 from jdisagg.scheduler.decode_state import DecodeState
 from jdisagg.scheduler.executor import Executor, InterruptibleExecutor
 from jdisagg.scheduler.host_blocks import TierRoom
-from jdisagg.scheduler.kept_events import KeptEvents
+from jdisagg.scheduler.kept_log import KeptEvents
 from jdisagg.scheduler.page_ledger import pages_for
 from jdisagg.scheduler.prices import Prices
 from jdisagg.scheduler.prompts import Attempts
@@ -38,14 +39,14 @@ from jdisagg.scheduler.residency import BlockNames
 from jdisagg.scheduler.turn import Scheduler
 from jdisagg.telemetry import Counters
 from jdisagg.worker.adapter_loads import AdapterLoads
-from jdisagg.worker.cached_kv import CachedKv, KeptBlock
+from jdisagg.worker.cached_kv import CachedKv, KeptBlock, kept_blocks
 from jdisagg.worker.disk_tier import DiskTier
 from jdisagg.worker.given_kv import GivenKv
 from jdisagg.worker.host_tier import HostTier
 from jdisagg.worker.incoming_kv import IncomingKv, KvEvents
 from jdisagg.worker.kv_sources import KvSource, KvSources
 from jdisagg.worker.outgoing_kv import OutgoingKv
-from jdisagg.worker.peers import PeerResolver, Peers, SideCalls, hello_of
+from jdisagg.worker.peers import PeerResolver, Peers, SideCalls, words_of_layers
 from jdisagg.worker.senders import MigrationSender, PromptSender
 from jdisagg.worker.session_kv import SessionKv
 from jdisagg.worker.step_loop import DEPTH, StepLoop
@@ -132,13 +133,19 @@ class MeshWorker(KvEvents, ABC):
             before=self._copy_evicted,
         )
         self._calls = SideCalls(counters, timeouts)
-        self._hello = hello = hello_of(
-            context.name,
-            context.model_fingerprint,
-            mesh,
-            executor.card,
-            self.boot_id,
+        self._hello = hello = PeerHello(
+            protocol=PROTOCOL,
+            worker=context.name,
+            model_fingerprint=context.model_fingerprint,
+            kv_layers=words_of_layers(mesh.kv_spec),
+            kv_dtype=mesh.kv_spec.row_dtype,
+            layer_groups=mesh.layer_groups,
+            boot_id=self.boot_id,
             checksum_key=ids() if limits.verify else 0,
+            mesh=executor.card,
+            block_bytes=mesh.block_bytes,
+            windows_apart=mesh.windows_apart,
+            oldest_protocol=OLDEST,
             weights=context.weights.identity,
             tuning=context.tuning,
             tuned_apart=limits.tuned_apart,
@@ -165,9 +172,7 @@ class MeshWorker(KvEvents, ABC):
         self._prompts, self._admission = self._scheduler.prompts, self._scheduler.admission
         self._peers = Peers(peers, hello, loop, config.codec, now, timeouts, self._calls)
         self._sources = sources = self._find_sources(fetches)
-        self._sessions = SessionKv(
-            self.name, self._kept, sources, self._host, self._disk, role, now
-        )
+        self._sessions = SessionKv(self.name, sources, self._host, self._disk, role, now)
         self._given = GivenKv(sources, outgoing, loop, mesh, ids, counters, role)
         # a reset of all workers may take this long
         closed_seconds = limits.timeouts.request.status_seconds
@@ -322,11 +327,11 @@ class MeshWorker(KvEvents, ABC):
 
     def _freed(self) -> None:
         """Lets others have what became free, and a drain see it."""
-        self._loop.wake()
+        if not self._scheduler.idle(True):
+            self._loop.wake()
         self._quiet.set()
 
     def _requests_running(self) -> list[Request]:
-        """Returns the requests that have sequences with pages or wait for them."""
         return [
             task.prompt.request
             for key, task in self._tasks.items()
@@ -334,7 +339,6 @@ class MeshWorker(KvEvents, ABC):
         ]
 
     def _busy(self) -> bool:
-        """Returns whether any work is left that a drain must wait for."""
         return bool(self._tasks or len(self._outgoing))
 
     @abstractmethod
@@ -351,12 +355,6 @@ class MeshWorker(KvEvents, ABC):
         """Ends all running and waiting work with this error."""
 
     async def _compiled(self, request: Request, seconds: float) -> None:
-        """Compiles the request's grammar, if any.
-
-        Raises:
-            InvalidRequestError: The grammar cannot be compiled.
-            UnavailableError: The worker sleeps.
-        """
         self._check_awake()
         grammar = request.sampling.grammar
         if grammar is not None:
@@ -415,7 +413,8 @@ class MeshWorker(KvEvents, ABC):
 
     def kept_blocks(self) -> tuple[KeptBlock, ...]:
         """Returns the cached blocks for display (`KeptBlock`)."""
-        return tuple(self._cache.blocks(self.name))
+        tiers = {source.name: source.listed() for source in self._sources}
+        return tuple(kept_blocks(self.name, self._kept, tiers))
 
     # ---- status
 

@@ -6,7 +6,7 @@ the request's deadline. After a receiver has connected, the lease is short, beca
 heartbeats. `sweep` ends hand-offs whose lease has expired."""
 
 import asyncio
-from collections import deque
+from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 
 from jdisagg.clock import Clock
@@ -167,10 +167,9 @@ class OutgoingKv:
         return handoff_id in self._handoffs
 
     def offered_tokens(self) -> dict[str, int]:
-        offered: dict[str, int] = {}
+        offered = Counter[str]()
         for handoff in self._handoffs.values():
-            name = handoff.destination
-            offered[name] = offered.get(name, 0) + handoff.outstanding_tokens
+            offered[handoff.destination] += handoff.outstanding_tokens
         return offered
 
     def open(self, handoff: OutgoingHandoff, ended: Ended, awaits: bool = False) -> None:

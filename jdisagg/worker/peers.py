@@ -13,18 +13,16 @@ import contextlib
 import logging
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import groupby
 
 from jdisagg.clock import BackgroundTasks, limit
 from jdisagg.errors import HandoffError, IncompatiblePeerError, JdisaggError
-from jdisagg.layout.kv_spec import KVLayer
-from jdisagg.layout.mesh_card import MeshCard
-from jdisagg.messages.packed import OLDEST, PROTOCOL, compatible
+from jdisagg.layout.kv_spec import KVLayer, KVSpec
+from jdisagg.messages.packed import compatible
 from jdisagg.messages.ports import HandoffSource, PeerHello, PeerMessage, PeerPort
 from jdisagg.messages.step_commands import ConnectPeer, DisconnectPeer
 from jdisagg.messages.worker_status import LinkTimes
-from jdisagg.scheduler.executor import MeshLimits
 from jdisagg.scheduler.prices import MovePrice
 from jdisagg.settings.timeouts import HandoffTimeouts
 from jdisagg.telemetry import Counters
@@ -189,12 +187,12 @@ class LinkShare:
                 turn.set_result(None)
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class SideCalls:
-    def __init__(self, counters: Counters, timeouts: HandoffTimeouts) -> None:
-        self._counters = counters
-        self._timeouts = timeouts
-        self._tasks = BackgroundTasks()
-        self._stopping = asyncio.Event()
+    _counters: Counters
+    _timeouts: HandoffTimeouts
+    _tasks: BackgroundTasks = field(default_factory=BackgroundTasks)
+    _stopping: asyncio.Event = field(default_factory=asyncio.Event)
 
     def send(self, message: Callable[[], Awaitable[None]]) -> None:
         self._tasks.spawn(self._send(message))
@@ -225,30 +223,22 @@ class SideCalls:
         return True
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class SenderLine:
     """Sends the messages of one hand-off's receiver to its sender: acknowledgements, heartbeats,
     aborts. They are sent in the background. A lost acknowledgement is repeated after the next
     answered heartbeat, because a migration waits for all acknowledgements. An abort is repeated a
     limited number of times until the sender has received it."""
 
-    def __init__(
-        self,
-        peer: PeerPort,
-        source: HandoffSource,
-        attempt: int,
-        calls: SideCalls,
-        meter: LinkMeter,
-        share: LinkShare,
-    ) -> None:
-        self.peer = peer
-        self.share = share
-        self.source = source
-        self.link = PeerLink()
-        self._attempt = attempt
-        self._calls = calls
-        self._meter = meter
-        self._unsent: list[int] = []
-        self._sending = False
+    peer: PeerPort
+    source: HandoffSource
+    _attempt: int
+    _calls: SideCalls
+    _meter: LinkMeter
+    share: LinkShare
+    link: PeerLink = PeerLink()
+    _unsent: list[int] = field(default_factory=list)
+    _sending: bool = False
 
     @property
     def name(self) -> str:
@@ -408,37 +398,10 @@ class Peers:
         self._loop.fire(DisconnectPeer(self._loop.next_number(), gone.link.peer))
 
 
-def hello_of(
-    worker: str,
-    model_fingerprint: str,
-    limits: MeshLimits,
-    card: MeshCard,
-    boot_id: int,
-    checksum_key: int,
-    weights: str = "",
-    tuning: str = "",
-    tuned_apart: bool = False,
-) -> PeerHello:
-    layers = ", ".join(
-        f"{len(list(same))} x {_words(layer)}" for layer, same in groupby(limits.kv_spec.layers)
-    )
-    return PeerHello(
-        protocol=PROTOCOL,
-        worker=worker,
-        model_fingerprint=model_fingerprint,
-        kv_layers=layers,
-        kv_dtype=limits.kv_spec.row_dtype,
-        layer_groups=limits.layer_groups,
-        boot_id=boot_id,
-        checksum_key=checksum_key,
-        mesh=card,
-        block_bytes=limits.block_bytes,
-        windows_apart=limits.windows_apart,
-        oldest_protocol=OLDEST,
-        weights=weights,
-        tuning=tuning,
-        tuned_apart=tuned_apart,
-    )
+def words_of_layers(spec: KVSpec) -> str:
+    """Describes the KV of each layer, as `PeerHello.kv_layers`."""
+    runs = [(len(list(same)), _words(layer)) for layer, same in groupby(spec.layers)]
+    return ", ".join(f"{count} x {words}" for count, words in runs)
 
 
 def check_hello(ours: PeerHello, theirs: PeerHello) -> None:

@@ -15,7 +15,7 @@ import asyncio
 import functools
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import msgspec
 
@@ -34,25 +34,17 @@ from jdisagg.worker.step_loop import StepLoop
 from jdisagg.worker.tasks import PromptTask
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class PromptSender:
     """Offers the KV of prompts to decode workers."""
 
-    def __init__(
-        self,
-        state: DecodeState,
-        admission: Admission,
-        outgoing: OutgoingKv,
-        loop: StepLoop,
-        ids: Callable[[], int],
-        checksum_key: int,
-    ) -> None:
-        self._state = state
-        self._admission = admission
-        self._outgoing = outgoing
-        self._loop = loop
-        self._ids = ids
-        self._key = checksum_key
-        self.unsent: deque[PromptTask] = deque()  # whose last chunk is issued
+    _state: DecodeState
+    _admission: Admission
+    _outgoing: OutgoingKv
+    _loop: StepLoop
+    _ids: Callable[[], int]
+    _checksum_key: int
+    unsent: deque[PromptTask] = field(default_factory=deque)  # whose last chunk is issued
 
     def announce(
         self, chunk: PrefillChunk, tasks: Mapping[int, PromptTask], now: float
@@ -71,7 +63,7 @@ class PromptSender:
             if row.samples:
                 task.extracting = 1  # until it is known how many
                 self.unsent.append(task)
-        return msgspec.structs.replace(chunk, checksum_key=self._key) if sent else chunk
+        return msgspec.structs.replace(chunk, checksum_key=self._checksum_key) if sent else chunk
 
     def computed(
         self, chunk: PrefillChunk, result: PrefillResult, tasks: Mapping[int, PromptTask]
@@ -141,24 +133,16 @@ class _Migration:
     task: "asyncio.Task[None]"
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class MigrationSender:
-    def __init__(
-        self,
-        state: DecodeState,
-        outgoing: OutgoingKv,
-        loop: StepLoop,
-        ids: Callable[[], int],
-        timeouts: HandoffTimeouts,
-        counters: Counters,
-    ) -> None:
-        self._state = state
-        self._outgoing = outgoing
-        self._loop = loop
-        self._ids = ids
-        self._timeouts = timeouts
-        self._counters = counters
-        self._migrations: dict[int, _Migration] = {}
-        self._changed = asyncio.Event()
+    _state: DecodeState
+    _outgoing: OutgoingKv
+    _loop: StepLoop
+    _ids: Callable[[], int]
+    _timeouts: HandoffTimeouts
+    _counters: Counters
+    _migrations: dict[int, _Migration] = field(default_factory=dict)
+    _changed: asyncio.Event = field(default_factory=asyncio.Event)
 
     def movable(self, group: SequenceGroup) -> bool:
         """Returns whether a group can migrate: it is not migrating yet, has one child, and all its
@@ -190,8 +174,6 @@ class MigrationSender:
             self._outgoing.end(migration.handoff, HandoffError(reason))
 
     def _ended(self, key: int, error: JdisaggError | None) -> None:
-        """Handles the end of a migration's KV transfer. After success, the sequence ends on this
-        worker as moved. After an `error`, it runs decode steps on this worker again."""
         migration = self._migrations.pop(key)
         if migration.task is not asyncio.current_task():
             migration.task.cancel()

@@ -13,7 +13,6 @@ from jdisagg.clock import BackgroundTasks
 from jdisagg.messages.ports import SessionAction, SessionCall, SessionReport
 from jdisagg.messages.worker_status import WorkerRole
 from jdisagg.scheduler.prices import Instead
-from jdisagg.scheduler.residency import Residency
 from jdisagg.scheduler.retention import KeptSession
 from jdisagg.worker.disk_tier import DiskTier
 from jdisagg.worker.host_tier import HostTier
@@ -24,7 +23,6 @@ class SessionKv:
     def __init__(
         self,
         worker: str,
-        kept: Residency,
         sources: KvSources,
         host: HostTier,
         disk: DiskTier,
@@ -32,7 +30,7 @@ class SessionKv:
         now: Callable[[], float],
     ) -> None:
         self._worker = worker
-        self._kept = kept
+        self._kept = sources.kept
         self._sources = sources
         self._host = host
         self._disk = disk
@@ -114,4 +112,4 @@ class SessionKv:
             plan = self._sources.best(RestoreQuery(chain, known, instead=self._instead))
             if plan is not None:
                 restored = RestoredBlocks(kept.block_tokens)
-                await asyncio.wait({self._sources.begin(plan, restored, lambda: None)})
+                await asyncio.wait({self._sources.begin(plan, restored)})

@@ -95,9 +95,6 @@ class StepLoop:
             self._turn_due = True
             self._events.call_soon(self._take_turn)
 
-    def has_finished(self) -> bool:
-        return bool(self._flight) and self._flight[0][1].done()
-
     def next_number(self) -> int:
         self._steps += 1
         return self._steps
@@ -190,7 +187,7 @@ class StepLoop:
         if self._events is not None and self.failure is None:
             try:
                 self._turn_due = True  # a `wake` within `apply` needs no additional turn
-                while self.has_finished():
+                while self._flight and self._flight[0][1].done():
                     self._share_time()
                     command, future, _ = self._flight.popleft()
                     self._apply(command, future.result())

@@ -215,11 +215,8 @@ class PromptTasks(dict[int, PromptTask]):
             groups: Sequences by the keys of their prompts.
         """
         superseded: list[PromptTask] = []
-        tasks = self._of_request.get(call.request.identity)
-        if tasks is None:
-            return superseded
         indices = {child.index for child in call.children}
-        for key, task in tasks.items():
+        for key, task in self._of_request.get(call.request.identity, {}).items():
             children: set[int] = set()
             if (group := groups.get(key)) is not None:
                 children = {child.child for child in group.alive}

@@ -107,7 +107,6 @@ class Worker(MeshWorker):
         )
 
     def _carry_out(self, turn: Turn) -> StepCommand | None:
-        """Carries a turn out, except for its command, which is returned."""
         if turn.held_back:
             self.counters.add("chunks_held_back")
         if turn.yielded:
@@ -124,7 +123,7 @@ class Worker(MeshWorker):
             if not task.answer.done():  # otherwise the call has been given up
                 task.answer.set_result(group)
         if turn.news and self._report(turn.news):
-            self._wake_others()
+            self._freed()
         if turn.interrupt and self._interruptible is not None:
             self._interruptible.interrupt()
         chunk = turn.command
@@ -263,7 +262,6 @@ class Worker(MeshWorker):
             self._drop(task.prompt.key)
 
     def _seek(self, task: PromptTask) -> None:
-        """Lets a prompt wait for blocks of another prompt, for a restore, or for pages."""
         prompt, follows = task.prompt, self._prompts.follows(task.prompt)
         seeking, plan = self._tasks.seeking, None
         if task.handoff is not None:
@@ -272,7 +270,8 @@ class Worker(MeshWorker):
                 ahead = max(0, self._prompts.backlog.tokens - prompt.tokens + prompt.known_tokens)
                 plan = self._sources.best(replace(task.query, ahead_tokens=ahead))
         if plan is not None:
-            task.restoring = self._sources.begin(plan, task.restored, lambda: self._restored(task))
+            task.restoring = restoring = self._sources.begin(plan, task.restored)
+            restoring.add_done_callback(lambda one: one.cancelled() or self._restored(task))
         if plan is not None or follows:
             seeking[prompt.key] = prompt
         else:
@@ -290,7 +289,6 @@ class Worker(MeshWorker):
             self._loop.wake()
 
     async def _restore(self, task: PromptTask, group: SequenceGroup) -> None:
-        """Restores cached blocks to the pages of sequences."""
         prompt, kept, rank = task.prompt, self._kept, group.rank
         if group.complete or not (prompt.useful or prompt.tail):
             return
@@ -411,23 +409,23 @@ class Worker(MeshWorker):
 
     def kv_complete(self, group: SequenceGroup, received: Received) -> None:
         task = self._tasks[group.key]
-        stream = task.stream
+        stream, end = task.stream, received.end
         assert stream is not None, "its sequences have pages"
         stream.kv_bytes_moved = received.bytes_moved
         stream.exposed_seconds = received.exposed_seconds
-        stream.prompt_logprobs = received.prompt_logprobs
-        if not received.moved:
+        stream.prompt_logprobs = end.prompt_logprobs
+        if not end.moved:
             if group.epoch == self._kept.epoch and not self._kept.snapshots:
                 self._kept.keep(group.rank, group.key, group.chain)
             tokens = len(group.known_tokens) - group.cached_tokens
             self._sources.computed_in(tokens, received.exposed_seconds, "receive")
             firsts = [
                 SampledToken(group.key, first.child, first.token_id, first.logprobs)
-                for first in received.firsts
+                for first in end.firsts
             ]
             self._sampled(task, firsts)
         else:
-            self._take_over(group, received.moved)
+            self._take_over(group, end.moved)
         self._loop.wake()
 
     def _take_over(self, group: SequenceGroup, generated: tuple[int, ...]) -> None:
@@ -479,13 +477,7 @@ class Worker(MeshWorker):
         self._prompts.forget(key)
         self._tasks.end(key)
         self._adapters.poke()
-        self._wake_others()
-        self._quiet.set()
-
-    def _wake_others(self) -> None:
-        """Lets others have what became free."""
-        if not self._scheduler.idle(True):
-            self._loop.wake()
+        self._freed()
 
     def fail(self, group: SequenceGroup, error: JdisaggError) -> None:
         self._fail(self._tasks[group.key], error)

@@ -31,6 +31,8 @@ from jdisagg.messages.ports import (
     SpanEnd,
 )
 from jdisagg.messages.worker_status import WorkerStatus
+from jdisagg.router.accounts import Accounts, Charges, Work
+from jdisagg.router.cluster_state import ClusterState
 from jdisagg.router.decision import Decision
 from jdisagg.telemetry import Counters
 from tests.fakes.cluster import ToyText, toy_request
@@ -80,6 +82,9 @@ class Workers:
 class TheOnlyOnes:
     """Places everything on the one pair."""
 
+    def life(self, worker: str) -> int:
+        return 1
+
     def most_computed(self, decode: str) -> float:
         return math.inf
 
@@ -88,8 +93,10 @@ class TheOnlyOnes:
     ) -> str:
         return "prefill"
 
-    async def another_decode(self, avoid: frozenset[str], origin: str) -> str:
-        return "decode"
+    async def another_decode(
+        self, avoid: frozenset[str], origin: str, *_: object
+    ) -> tuple[str, Charges]:
+        return "decode", Accounts(ClusterState()).place(None, "decode", Work(1), 0.0)
 
 
 class Placed:
@@ -99,6 +106,10 @@ class Placed:
         self.decision = Decision(prefill, "decode", 64, "the only ones")
 
     def prefill_sent(self) -> None: ...
+
+    def prefill_at(self, worker: str) -> None: ...
+
+    def moved(self, placed: Charges) -> None: ...
 
     def prefilled(self) -> None: ...
 
@@ -246,7 +257,7 @@ async def test_what_breaks_a_migration_reaches_the_reader_of_its_stream() -> Non
     source = HandoffSource("origin", 9)
     migration = Migration(room.context, room.run, (Child(0),), "origin", source)
     await asyncio.sleep(0.01)
-    _, spans = migration.arrived()
+    *_, spans = migration.arrived()
     with pytest.raises(ZeroDivisionError):
         await asyncio.wait_for(anext(spans), 5)
 

@@ -81,6 +81,21 @@ async def test_float32_sequences_do_not_move_to_a_worker_of_other_autotune_resul
     assert ("autotune results are 0 on" in caplog.text) == allowed
 
 
+async def test_a_sequence_moves_to_a_worker_that_failed_it_and_was_restarted() -> None:
+    async with Fleet() as fleet:
+        request = toy_request(1, prompt_tokens=30, max_tokens=90)
+        collecting = asyncio.create_task(fleet.collect(request))
+        await asyncio.sleep(0.2)
+        (first,) = [one.decode for one in fleet.path.placer.status().decisions]
+        await fleet.kill(first)
+        await asyncio.sleep(0.1)
+        await fleet.start(first)
+        (other,) = {"decode0", "decode1"} - {first}
+        await fleet.decode_worker(other).drain(30.0)
+        fleet.check(request, await collecting)
+        assert fleet.path.counters["sequences_moved"] == 1
+
+
 async def test_a_moving_sequence_decodes_on_until_little_is_left_to_move() -> None:
     async with Fleet(costs=Costs(pull=0.03)) as fleet:
         request = toy_request(1, prompt_tokens=70, max_tokens=50)

@@ -19,7 +19,7 @@ from jdisagg.messages.ports import Child
 from jdisagg.prompt.hints import Hints
 from jdisagg.request import Request, SamplingParams
 from jdisagg.router.candidates import FAILURES
-from jdisagg.router.cluster_state import Description
+from jdisagg.router.cluster_state import OWN, Description
 from jdisagg.router.decision import NoRouterEvents, PlacementOutcome, PlacementQuery
 from jdisagg.router.known_blocks import KnownBlocks
 from jdisagg.scheduler.residency import BlockNames
@@ -85,6 +85,86 @@ async def test_an_expected_length_is_believed_up_to_the_most(
     desk = Desk(events=Heard())
     await desk.placer.place(hinted(Request("r", (1,) * 100), Hints(answer_tokens=told), most))
     assert heard[0].work.expected_tokens == expected
+
+
+def scoring(number: int = 0) -> Request:
+    sampling = SamplingParams(max_tokens=1)
+    return Request(f"s{number}", tuple(range(100)), sampling, prefill_only=True)
+
+
+async def test_an_answer_of_a_prefill_worker_alone_neither_waits_for_decode_workers_nor_uses_them():
+    desk = Desk()
+    desk.fill()
+    asked = PlacementRequest(scoring(), (Child(0),), desk.clock.now(), desk.clock.now() + 9.0)
+    placement = await asyncio.wait_for(desk.placer.place(asked), 0.01)
+    table, row = desk.accounts.state.table, desk.accounts.state.row_of("d0")
+    assert placement.decision.workers == {"p0"}
+    assert not any(table[column][row] for column in OWN)
+    for _ in range(FAILURES):
+        desk.placer.failed("d0")
+    placement.prefilled()
+    placement.end()
+    assert table["barred_until"][row] > 0, "a decode worker that had no part in it"
+    assert desk.owes() == 0
+
+
+async def test_an_answer_of_a_prefill_worker_alone_passes_those_that_wait_for_decode_workers():
+    desk = Desk()
+    desk.fill()
+    waiting = asyncio.create_task(desk.place())
+    await asyncio.sleep(0.3)
+    asked = PlacementRequest(scoring(), (Child(0),), desk.clock.now(), desk.clock.now() + 9.0)
+    assert (await asyncio.wait_for(desk.placer.place(asked), 0.01)).decision.workers == {"p0"}
+    assert not waiting.done()
+    waiting.cancel()
+
+
+async def test_sequences_that_leave_a_worker_spread_before_the_others_report() -> None:
+    desk = Desk(decodes=3)
+    placements = [await desk.place(number) for number in range(4)]
+    moved = []
+    for number, placement in enumerate(placements):
+        asked = desk.seek(number)
+        worker, placed = await desk.placer.another_decode(
+            frozenset({"d0"}), "d0", asked.request, asked.children
+        )
+        placement.moved(placed)
+        moved.append(worker)
+    assert sorted(moved) == ["d1", "d1", "d2", "d2"]
+    table, state = desk.accounts.state.table, desk.accounts.state
+    rows = [state.row_of(f"d{number}") for number in range(3)]
+    assert table["committed_pages"][rows[0]] == 0 < table["committed_pages"][rows[1]]
+    for placement in placements:
+        placement.end()
+    assert desk.owes() == 0
+
+
+async def test_prompts_of_a_worker_that_failed_spread_over_the_others() -> None:
+    desk = Desk()
+    placements = [await desk.place(number, under_way=True) for number in range(4)]
+    for name in ("p1", "p2"):
+        desk.accounts.state.describe(name, Description("r", H100))
+        desk.accounts.heard(prefill_status(name), desk.clock.now())
+    workers = []
+    for placement in placements:
+        worker = await desk.placer.another_prefill(frozenset({"p0"}), "d0", frozenset())
+        placement.prefill_at(worker)
+        workers.append(worker)
+    assert sorted(workers) == ["p1", "p1", "p2", "p2"]
+    desk.accounts.forget("p0")
+    for placement in placements:
+        placement.end()
+    assert desk.owes() == 0
+
+
+async def test_answers_of_prefill_workers_alone_tell_nothing_of_the_length_of_others() -> None:
+    desk = Desk()
+    chat = dataclasses.replace(scoring(), prefill_only=False)
+    for _ in range(20):
+        desk.placer.ended(chat, 500)
+    for number in range(300):
+        desk.placer.ended(scoring(number), 1)
+    assert desk.placer.lengths.predict("", 100, 2000) == desk.placer.lengths.typical_tokens == 500
 
 
 async def test_observers_hear_once_of_each_placement_also_of_one_that_queued() -> None:
@@ -178,17 +258,40 @@ async def test_the_end_of_a_long_answer_lets_nobody_back_who_has_failed_since() 
     assert barred == {worker}
 
 
-@pytest.mark.parametrize(("measured", "told"), [(False, "assumed"), (True, "learned")])
-async def test_only_outcomes_of_measured_times_correct_the_predictions_of_all(
-    measured: bool, told: str
-) -> None:
-    steps = ((1, 1, 0.01), (8, 1, 0.012))
-    times = StepTimes((512,), ((512, 0, 0.05),), (1, 8), steps) if measured else None
+def undescribed(times: StepTimes | None, routing: RoutingConfig | None = None) -> Desk:
     described = Description("r", replace(H100, hardware=None))
-    desk = Desk()
+    desk = Desk(routing)
     for status in (prefill_status("p0"), decode_status("d0")):
         desk.accounts.state.describe(status.name, described)
         desk.accounts.heard(msgspec.structs.replace(status, times=times), desk.clock.now())
+    return desk
+
+
+MEASURED = StepTimes((512,), ((512, 0, 0.05),), (1, 8), ((1, 1, 0.01), (8, 1, 0.012)))
+
+
+async def test_after_one_late_first_token_one_request_at_a_time_tries_whether_it_is_over() -> None:
+    desk = undescribed(MEASURED, RoutingConfig(ttft_slo_seconds=2.0))
+    slow = await desk.place()
+    slow.prefilled()
+    slow.measured_ttft(60.0)
+    slow.end()
+    for number in range(8):
+        trying = await desk.place(number)
+        if not number:
+            with pytest.raises(OverloadedError, match="2 s is the limit"):
+                await desk.place(100)
+        trying.prefilled()
+        trying.measured_ttft(0.05)
+        trying.end()
+    await asyncio.gather(*(desk.place(number) for number in range(200, 204)))
+
+
+@pytest.mark.parametrize(("times", "told"), [(None, "assumed"), (MEASURED, "learned")])
+async def test_only_outcomes_of_measured_times_correct_the_predictions_of_all(
+    times: StepTimes | None, told: str
+) -> None:
+    desk = undescribed(times)
     for number in range(30):
         placement = await desk.place(number)
         placement.measured_ttft(5.0)
@@ -261,7 +364,7 @@ async def test_breakers_of_processes_that_left_are_not_kept() -> None:
         desk.accounts.forget(worker)
     desk.placer.failed("d1")
     desk.placer.failed("d2")
-    assert list(vars(desk.placer)["_breakers"]) == ["d2"]
+    assert list(vars(vars(desk.placer)["_breakers"])["_breakers"]) == [("d2",)]
 
 
 async def test_a_prompt_is_hashed_once_however_often_it_is_looked_at() -> None:

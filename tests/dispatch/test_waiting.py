@@ -146,6 +146,14 @@ def test_a_return_is_expected_after_the_usual_time() -> None:
     assert absences.away_seconds("prefill", 210.0) is None
 
 
+def test_a_worker_that_was_removed_long_ago_delays_no_expected_return() -> None:
+    absences = Absences()
+    absences.left("removed", "decode", 0.0)
+    absences.left("d0", "decode", 3000.0)
+    assert absences.expected_seconds("decode", 3002.0) == FIRST_GUESS_SECONDS - 2.0
+    assert absences.away_seconds("decode", 3002.0) == 2.0
+
+
 @pytest.mark.parametrize(
     "text",
     [

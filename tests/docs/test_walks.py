@@ -12,11 +12,11 @@ from types import FrameType
 
 from jdisagg.messages.ports import HandoffEnd
 from jdisagg.simulator.virtual_time import run_virtually
-from jdisagg.transfer.backend_choice import Memories
+from jdisagg.transfer.negotiated_channel import Memories
 from jdisagg.transfer.shared_memory import SharedMemory
 from jdisagg.worker.kv_sources import RestoreQuery
 from tests.fakes.cluster import Cluster
-from tests.transfer.conformance import arrives, case, settled
+from tests.transfer.conformance import case, finished, settled
 from tests.transfer.loopback import Loopback, Pair
 from tests.worker.conversations import NAMES, asked, limits, prompt
 from tests.worker.receiving import Receiving, blocks, sums
@@ -91,11 +91,11 @@ def test_a_block_passes_as_many_files_as_the_page_says() -> None:
     with files_called(moved):
         pair = Pair.of(Loopback(), Memories(SharedMemory()), Memories(SharedMemory()))
         pair.sender.offer(1, block.block, 0)
-        arrives(pair.ends.pull(1, block), block)
+        finished(pair.ends.pull(1, block)).arrays()
         settled(lambda: pair.receiver.under_way() == 0)
         moved.clear()  # what only the first block needs
         pair.sender.offer(2, block.block, 0)
-        arrives(pair.ends.pull(2, block), block)
+        finished(pair.ends.pull(2, block)).arrays()
         pair.sender.release(2)
         settled(lambda: gc.collect() >= 0 and pair.quiet())
     pair.close()

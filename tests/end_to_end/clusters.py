@@ -83,10 +83,14 @@ class Running:
         self, requests: Sequence[Request], enough: Callable[[], bool] = lambda: True
     ) -> tuple[list[Collected], int]:
         """Runs all at once until sequences were preempted and `enough` holds: while programs
-        compile, too few may run together. Returns the last round and the preemptions of all
-        rounds."""
+        compile, too few may run together. All rounds have the same streams. Returns the last round
+        and the preemptions of all rounds."""
+        first: list[object] = []
         for _ in range(MOST_ROUNDS):
             done = await self.complete_all(requests)
+            streams = [(one.tokens, one.finish) for one in done]
+            first = first or streams
+            assert streams == first, "a round has other streams than the first"
             preemptions = sum(status.preemptions for status in await self.cluster.status())
             if preemptions and enough():
                 return done, preemptions

@@ -15,6 +15,7 @@ from jdisagg.dispatch.frontend import Frontend
 from jdisagg.dispatch.prompts import ModelInfo
 from jdisagg.service.server import GenerationServer
 from models.checkpoint import load_config
+from tests import time_scale
 from tests.end_to_end.clusters import Running, running
 
 
@@ -39,7 +40,7 @@ class Served:
         """Waits until nothing of any request is left: pages, slots, queues, hand-offs, offers,
         blocks on their way, calls."""
         cluster = self.run.cluster
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(time_scale.seconds(30)):
             while True:
                 statuses = await cluster.status()
                 busy = any(

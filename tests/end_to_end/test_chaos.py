@@ -17,9 +17,17 @@ from benchmarks.soak.cluster import ROUTER, ChaosCluster, Shape
 from benchmarks.soak.load import Kind, Stream, known_kinds
 from benchmarks.soak.moments import Moment
 from benchmarks.soak.report import table
-from benchmarks.soak.scenarios import Harness, Outcome, Scenario, all_scenarios
+from benchmarks.soak.scenarios import (
+    BACK_SECONDS,
+    QUIET_SECONDS,
+    Harness,
+    Outcome,
+    Scenario,
+    all_scenarios,
+)
 from jdisagg.client import AsyncClient
 from jdisagg.errors import DeadlineExceededError, JdisaggError, UnavailableError
+from tests import time_scale
 from tests.programs import PROGRAMS
 
 STREAMS = 8
@@ -79,14 +87,15 @@ async def test_a_stopped_decode_worker_holds_back_no_hand_off_to_another(
     cluster: ChaosCluster, kinds: list[Kind]
 ):
     """Streams that the stopped one has may wait for it or move; new ones end meanwhile."""
-    await cluster.until_live(cluster.workers, 90)
+    await cluster.until_live(cluster.workers, BACK_SECONDS)
     async with AsyncClient(cluster.address) as client:
         before = [asyncio.create_task(Stream(kind).run(client)) for kind in kinds[:4]]
         await asyncio.sleep(0.3)
         await cluster.stop_process("decode-0")
         try:
             after = await asyncio.wait_for(
-                asyncio.gather(*(Stream(kind).run(client) for kind in kinds)), 60
+                asyncio.gather(*(Stream(kind).run(client) for kind in kinds)),
+                time_scale.seconds(60),
             )
             assert cluster.processes("decode-0")[0].status() == "stopped"
         finally:
@@ -94,7 +103,7 @@ async def test_a_stopped_decode_worker_holds_back_no_hand_off_to_another(
         assert [
             stream.wrong for stream in (*after, *await asyncio.gather(*before)) if stream.wrong
         ] == []
-    await cluster.until_quiet(10)
+    await cluster.until_quiet(QUIET_SECONDS)
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
@@ -104,12 +113,12 @@ async def test_a_worker_started_again_at_its_address_is_used_again(
     """The only one of its role, killed: its peers and the router must find the new process behind
     the old address."""
     name, other = f"{role}-0", f"{role}-1"
-    await cluster.until_live([name], 90)
+    await cluster.until_live([name], BACK_SECONDS)
     await cluster.groups[other].stop(30)
     async with AsyncClient(cluster.address) as client:
         cluster.forget_start(name)
         assert cluster.signal(name, KILL)
-        await cluster.until_live([name], 90)
+        await cluster.until_live([name], BACK_SECONDS)
         stream = await Stream(kinds[1]).run(client)
     assert stream.wrong == "" and stream.ended_at is not None
     print(
@@ -131,7 +140,7 @@ async def test_without_survivors_streams_end_with_a_typed_error(
         for name in cluster.of_role("decode"):
             await cluster.groups[name].stop(0)
         at = time.monotonic()
-        await asyncio.wait_for(asyncio.gather(*tasks), 40)
+        await asyncio.wait_for(asyncio.gather(*tasks), time_scale.seconds(40))
         print(
             f"told after {max(stream.ended_at or 0 for stream in streams) - at:.1f} s:"
             f" {[stream.error for stream in streams]}"
@@ -145,7 +154,7 @@ async def test_without_survivors_streams_end_with_a_typed_error(
             )
         with pytest.raises(JdisaggError):
             await client.complete(token_ids=long[0].token_ids, max_tokens=4, deadline_seconds=5)
-    await cluster.until_quiet(10)
+    await cluster.until_quiet(QUIET_SECONDS)
 
 
 @pytest.mark.slow

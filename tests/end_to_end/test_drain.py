@@ -100,7 +100,7 @@ async def test_streams_end_whole_when_a_router_or_the_cluster_is_drained(tmp_pat
         assert [len(tokens) for tokens in undisturbed] == [TOKENS] * (OVER_HTTP + OVER_GRPC)
         for victim in ("router", "cluster"):
             streams = Streams(running)
-            await eventually(lambda: len(streams.begun) == len(streams.tasks), END_SECONDS)
+            await eventually(lambda: len(streams.begun) == len(streams.tasks), 60.0)
             if victim == "cluster":
                 running.process.send_signal(signal.SIGTERM)
             else:

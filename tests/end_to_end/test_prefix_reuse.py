@@ -12,8 +12,6 @@ import pytest
 from jdisagg.config import EngineConfig, Mode, PrefixConfig
 from jdisagg.prompt.hints import Hints, Retention
 from jdisagg.request import Request
-from jdisagg.worker import disk_tier, host_tier
-from tests import time_scale
 from tests.end_to_end.clusters import Running, running
 from tests.end_to_end.conversations import (
     Conversations,
@@ -127,13 +125,10 @@ def on_disk(folder: Path, prefill: str) -> EngineConfig:
 @pytest.mark.ci
 @pytest.mark.parametrize("prefill", ["tp=2", pytest.param("pp=2", marks=pytest.mark.slow)])
 async def test_streams_are_the_same_when_they_come_back_from_disk_and_after_a_restart(
-    prefill: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    prefill: str, tmp_path: Path
 ) -> None:
     """What was asked is asked again, which brings it to disk, and once more of the same server and
     of one that is started anew on the folder."""
-    for wait in ("FILE_SECONDS", "START_SECONDS"):
-        monkeypatch.setattr(disk_tier, wait, time_scale.seconds(120))
-    monkeypatch.setattr(host_tier, "COPY_SECONDS", time_scale.seconds(120))
     engine, waves, cached = on_disk(tmp_path / "kv", prefill), list[list[Request]](), list[int]()
     from_disk: list[int] = []
 

@@ -15,7 +15,7 @@ from jdisagg.layout.axes import Layout
 from jdisagg.messages.worker_status import WorkerRole
 from jdisagg.request import Request
 from tests import time_scale
-from tests.end_to_end.clusters import Running, assert_all_free
+from tests.end_to_end.clusters import MOST_ROUNDS, Running, assert_all_free
 from tests.fakes.cluster import Collected
 from tests.shapes import PATIENT
 
@@ -73,15 +73,12 @@ class TwoDecoders(EmbeddedCluster):
     def moved(self) -> int:
         return sum(one.counters["sequences_moved"] for one in (self.first, self.second))
 
-    async def die_when_busy(self, tokens: int = 0) -> int:
-        """The second one dies as soon as several sequences with so many tokens run there; how many
-        did."""
+    async def die_when_busy(self, tokens: int) -> None:
+        """The second one dies as soon as several sequences with so many tokens run there."""
         while True:
             every = [child for of_rank in self.second._state.running for child in of_rank]
-            running = sum(len(child.generated) >= tokens for child in every)
-            if running >= 2:
-                self.crash.dead.set()
-                return running
+            if sum(len(child.generated) >= tokens for child in every) >= 2:
+                return self.crash.dead.set()
             await asyncio.sleep(0.001)
 
 
@@ -99,14 +96,27 @@ async def until_all_free(run: Running) -> None:
                 continue
 
 
+async def rounds_to_death(
+    run: Running, asked: Callable[[Running], list[Request]], tokens: int = 0
+) -> list[list[Collected]]:
+    """All requests at once, again and again, until the second decode worker has died under several
+    sequences with so many tokens. Returns all rounds."""
+    assert isinstance(run.cluster, TwoDecoders)
+    dying, rounds = asyncio.create_task(run.cluster.die_when_busy(tokens)), []
+    while not dying.done():
+        assert len(rounds) < MOST_ROUNDS, "nobody ran where the worker was to die"
+        rounds.append(await run.complete_all(asked(run)))
+    return rounds
+
+
 async def storm(
     run: Running,
     asked: Callable[[Running], list[Request]],
     streams: Callable[[list[Collected]], list[object]],
     expected: list[object],
 ) -> TwoDecoders:
-    """All requests at once, again and again: until sequences were preempted and moved, and once
-    more while the second decode worker dies. The streams are the expected ones each time."""
+    """All requests at once, again and again: until sequences were preempted and moved, and until
+    the second decode worker has died. The streams are the expected ones each time."""
     cluster = run.cluster
     assert isinstance(cluster, TwoDecoders)
     moving = asyncio.create_task(cluster.move_some())
@@ -114,10 +124,8 @@ async def storm(
         asked(run), enough=lambda: cluster.first.counters["sequences_moved"] > 0
     )
     assert streams(done) == expected
-    dying = asyncio.create_task(cluster.die_when_busy())
-    done = await run.complete_all(asked(run))
+    rounds = await rounds_to_death(run, asked)
     moving.cancel()
-    assert streams(done) == expected
-    assert await asyncio.wait_for(dying, 30.0) >= 2, "nobody ran where the worker died"
+    assert [streams(done) for done in rounds] == [expected] * len(rounds)
     await until_all_free(run)
     return cluster

@@ -17,6 +17,7 @@ from jdisagg.simulator.workloads import Arrival, Fixed, poisson
 from tests.end_to_end.clusters import config
 from tests.end_to_end.doors import Served, served
 from tests.launch.script_ends import not_refused
+from tests.service.doors import eventually
 from tests.simulator.traces import write_trace
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -133,16 +134,17 @@ async def test_a_request_that_cannot_make_its_deadline_is_an_outcome_and_not_an_
         return await result
 
     monkeypatch.setattr(executor, "run", lambda command: asyncio.ensure_future(later(run(command))))
+    seen: list[ReplayProgress] = []
     replay = asyncio.create_task(
         TraceSender(door.client, maker(door), name="late").run(
-            [Arrival(0, 9, 3, deadline=0.3), Arrival(0, 9, 3)]
+            [Arrival(0, 9, 3, deadline=0.3), Arrival(0, 9, 3)], seen.append
         )
     )
-    await asyncio.sleep(0.6)
+    await eventually(lambda: seen and seen[-1].ended == 1)
     opened.set()
     late, fine = await replay
-    seen = (late.end, late.output_tokens, late.first_token, late.gaps)
-    assert seen == ("deadline", 0, None, None) and late.reason
+    end = (late.end, late.output_tokens, late.first_token, late.gaps)
+    assert end == ("deadline", 0, None, None) and late.reason
     assert (fine.end, fine.output_tokens) == ("finished", 3)
     await door.quiet()
 

@@ -9,6 +9,7 @@ from jdisagg.errors import ConfigError
 from jdisagg.layout.kv_spec import DTYPE_BYTES, KVComponent, KVLayer, KVSpec
 from jdisagg.layout.mesh_card import MeshCard
 from jdisagg.layout.reshard_plan import head_granule, plan_handoff
+from tests.layout.plans import bytes_per_pair, rank_boxes
 
 UNHURRIED = settings(max_examples=60, suppress_health_check=[HealthCheck.too_slow])
 ROW_BYTES = {**DTYPE_BYTES, "uint8": 1, "uint16": 2}
@@ -81,8 +82,8 @@ def test_a_hand_off_moves_the_specs_bytes_once_to_each_replica(spec, data) -> No
     tokens, rows = 16, spec.rows(range(len(spec.layers)))
     shape = (1, rows, spec.row_heads, tokens, spec.row_width)
     granule = head_granule(spec.row_heads, source.head_shards, target.head_shards)
-    plan = plan_handoff(source.rank_boxes(0, shape), target.rank_boxes(0, shape), granule)
-    moved = plan.bytes_per_pair(ROW_BYTES[spec.row_dtype])
+    plan = plan_handoff(rank_boxes(source, 0, shape), rank_boxes(target, 0, shape), granule)
+    moved = bytes_per_pair(plan, ROW_BYTES[spec.row_dtype])
     assert sum(moved.values()) == tokens * spec.bytes_per_token * target.shape[2]
     received: dict[int, int] = {}
     for (_, device), count in moved.items():

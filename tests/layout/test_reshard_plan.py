@@ -10,8 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jdisagg.errors import LayoutError
-from jdisagg.layout.reshard_plan import Box, Placement, ReshardPlan, plan_reshard, volume
+from jdisagg.layout.reshard_plan import Box, Piece, Placement, plan_reshard, volume
 from tests.lanes import given_examples
+from tests.layout.plans import bytes_per_pair, elements
 
 ITEMSIZE = 4
 
@@ -21,7 +22,7 @@ def slices(box: Box) -> tuple[slice, ...]:
 
 
 def execute(
-    plan: ReshardPlan, shards: dict[int, np.ndarray], destination: Placement
+    plan: tuple[Piece, ...], shards: dict[int, np.ndarray], destination: Placement
 ) -> tuple[dict[int, np.ndarray], dict[int, np.ndarray]]:
     """Returns the received shards, and how often each element was written."""
     received = {
@@ -29,7 +30,7 @@ def execute(
         for device, box in destination.items()
     }
     writes = {device: np.zeros_like(shard) for device, shard in received.items()}
-    for piece in plan.pieces:
+    for piece in plan:
         received[piece.destination][slices(piece.destination_slice)] = shards[piece.source][
             slices(piece.source_slice)
         ]
@@ -82,8 +83,8 @@ def test_a_plan_does_what_gather_then_scatter_does_and_writes_each_byte_once(
     for device, box in destination.items():
         np.testing.assert_array_equal(received[device], whole[slices(box)])
         assert (writes[device] == 1).all()
-    kept = sum(piece.elements for piece in plan.pieces if piece.local)
-    moved = sum(plan.bytes_per_pair(ITEMSIZE).values())
+    kept = sum(elements(piece) for piece in plan if piece.source == piece.destination)
+    moved = sum(bytes_per_pair(plan, ITEMSIZE).values())
     assert moved + ITEMSIZE * kept == ITEMSIZE * sum(map(volume, destination.values()))
     assert plan == plan_reshard(
         dict(reversed(list(source.items()))), dict(reversed(list(destination.items()))), turn=turn
@@ -97,19 +98,19 @@ def test_replicas_are_used_so_evenly_that_no_piece_had_better_come_from_another(
     _, source, destination = case
     plan = plan_reshard(source, destination)
     sent = dict.fromkeys(source, 0)
-    for piece in plan.pieces:
-        sent[piece.source] += 0 if piece.local else piece.elements
+    for piece in plan:
+        sent[piece.source] += 0 if piece.source == piece.destination else elements(piece)
 
     def holds(device: int, box: Box) -> bool:
         return all(p <= r and s <= q for (p, q), (r, s) in zip(source[device], box, strict=True))
 
-    for piece in plan.pieces:
+    for piece in plan:
         holders = [device for device in source if holds(device, piece.box)]
         assert piece.source in holders
         if piece.destination in holders:
-            assert piece.local
+            assert piece.source == piece.destination
         else:
-            assert sent[piece.source] - min(sent[device] for device in holders) <= piece.elements
+            assert sent[piece.source] - min(sent[device] for device in holders) <= elements(piece)
 
 
 @settings(max_examples=100)
@@ -126,10 +127,9 @@ def test_replicas_of_one_shard_differ_by_at_most_its_largest_piece(data: st.Data
     plan = plan_reshard(source, {100 + index: box for index, box in enumerate(wanted)})
     for group in groups:
         sent = [
-            sum(piece.elements for piece in plan.pieces if piece.source == device)
-            for device in group
+            sum(elements(piece) for piece in plan if piece.source == device) for device in group
         ]
-        largest = max(piece.elements for piece in plan.pieces if piece.source in group)
+        largest = max(elements(piece) for piece in plan if piece.source in group)
         assert max(sent) - min(sent) <= largest
 
 
@@ -145,10 +145,8 @@ def test_a_granule_gives_all_pieces_one_shape(source_parts: int, destination_par
 
     source, destination = split(source_parts, 0), split(destination_parts, 10)
     plan = plan_reshard(source, destination, granule=(5, granule))
-    assert {tuple(stop - start for start, stop in piece.box) for piece in plan.pieces} == {
-        (5, granule)
-    }
-    counts = Counter(piece.destination for piece in plan.pieces)
+    assert {tuple(stop - start for start, stop in piece.box) for piece in plan} == {(5, granule)}
+    counts = Counter(piece.destination for piece in plan)
     assert set(counts.values()) == {heads // destination_parts // granule}
     assert counts.keys() == destination.keys()
     whole = np.arange(5 * heads).reshape(5, heads)
@@ -162,13 +160,13 @@ def test_a_granule_gives_all_pieces_one_shape(source_parts: int, destination_par
 def test_a_device_that_holds_the_bytes_already_reads_its_own() -> None:
     box = ((0, 8),)
     plan = plan_reshard({0: box, 1: box, 2: box}, {1: box, 5: ((0, 4),)})
-    assert [(piece.source, piece.destination) for piece in plan.pieces] == [(1, 1), (0, 5)]
-    assert plan.bytes_per_pair(2) == {(0, 5): 8}
+    assert [(piece.source, piece.destination) for piece in plan] == [(1, 1), (0, 5)]
+    assert bytes_per_pair(plan, 2) == {(0, 5): 8}
 
 
 def test_replicas_take_turns_over_many_plans() -> None:
     source, destination = {0: ((0, 4),), 1: ((0, 4),), 2: ((0, 4),)}, {9: ((0, 4),)}
-    assert [plan_reshard(source, destination, turn=turn).pieces[0].source for turn in range(5)] == [
+    assert [plan_reshard(source, destination, turn=turn)[0].source for turn in range(5)] == [
         0,
         1,
         2,
@@ -178,8 +176,8 @@ def test_replicas_take_turns_over_many_plans() -> None:
 
 
 def test_an_empty_box_gets_no_piece() -> None:
-    assert plan_reshard({0: ((0, 4),)}, {1: ((2, 2),)}).pieces == ()
-    assert plan_reshard({}, {}).pieces == ()
+    assert plan_reshard({0: ((0, 4),)}, {1: ((2, 2),)}) == ()
+    assert plan_reshard({}, {}) == ()
 
 
 def test_a_source_that_does_not_cover_the_destination_is_refused_with_the_missing_box() -> None:

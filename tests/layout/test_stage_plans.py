@@ -10,6 +10,7 @@ from jdisagg.layout.axes import Layout
 from jdisagg.layout.mesh_card import MeshCard
 from jdisagg.layout.reshard_plan import Box, plan_reshard
 from jdisagg.scheduler.blocks import layer_groups, stage_layers
+from tests.layout.plans import rank_boxes
 
 LAYERS, HEADS, TOKENS, WIDTH = 6, 4, 3, 2
 SIDES = [
@@ -50,10 +51,10 @@ def test_every_value_of_every_layer_arrives_once_on_each_replica_of_its_stage(
                 for side, layout in ((here, source), (there, destination))
             )
             block = whole[:, group.start : group.stop]
-            sent = sender.rank_boxes(source.dp - 1, block.shape)
-            wanted = receiver.rank_boxes(destination.dp - 1, block.shape)
+            sent = rank_boxes(sender, source.dp - 1, block.shape)
+            wanted = rank_boxes(receiver, destination.dp - 1, block.shape)
             arrived = {device: np.full(at(block, box).shape, -1) for device, box in wanted.items()}
-            for piece in plan_reshard(sent, wanted).pieces:
+            for piece in plan_reshard(sent, wanted):
                 part = at(at(block, sent[piece.source]), piece.source_slice)
                 into = at(arrived[piece.destination], piece.destination_slice)
                 assert np.all(into == -1), "a value arrives twice"

@@ -11,20 +11,15 @@ import pytest
 
 from jdisagg.errors import ConfigError
 from jdisagg.messages.worker_status import WorkerStatus
+from jdisagg.node.cluster_plan import free_ports
 from jdisagg.observe.metrics import Metrics
 from jdisagg.telemetry import Counters
 from tests.observe.samples import at, get, parse
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 @asynccontextmanager
 async def serving(metrics: Metrics, host: str = "127.0.0.1") -> AsyncIterator[int]:
-    port = free_port()
+    (port,) = free_ports("127.0.0.1", 1)
     close = metrics.serve(port, host)
     try:
         yield port

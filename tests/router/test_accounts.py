@@ -81,6 +81,18 @@ def test_pages_of_a_sequence_that_ended_are_there_again_before_the_worker_says_s
     assert accounts.state.table["running"][row] == 0
 
 
+def test_a_prompt_that_another_worker_computes_is_charged_there_alone() -> None:
+    accounts = accounts_of(WORKERS)
+    work = Work(1000, cached_tokens=400, expected_tokens=100)
+    placed = accounts.place("p0", "d0", work, 1.0)
+    placed.prefill_at("p1")
+    assert own(accounts.state)["own_tokens"] == [0, 1000, 0, 0], "p1 has nothing of it cached"
+    assert own(accounts.state)["open"] == [0, 1, 1, 0]
+    accounts.place(None, "d1", work, 1.0).prefill_at("p0")
+    assert own(accounts.state)["own_tokens"] == [1000, 1000, 0, 0]
+    assert own(accounts.state)["open"] == [1, 1, 1, 1]
+
+
 def test_pages_are_those_of_the_shared_prompt_and_of_each_childs_growth() -> None:
     assert Work(10, children=3, expected_tokens=20).pages(16) == 1 + 3 * 1
     assert Work(10, children=3, expected_tokens=1000).pages(16, growth_tokens=20) == 1 + 3 * 1
@@ -92,7 +104,7 @@ def test_when_all_has_ended_nothing_is_left_whatever_came_between() -> None:
         draw, accounts, open_legs, now = random.Random(seed), accounts_of(WORKERS), [], 0.0
         for _ in range(120):
             now += draw.random() * 0.05
-            step = draw.randrange(6)
+            step = draw.randrange(7)
             if step == 0:
                 prefill = draw.choice(["p0", "p1", None])
                 work = Work(
@@ -105,6 +117,8 @@ def test_when_all_has_ended_nothing_is_left_whatever_came_between() -> None:
                 draw.choice(open_legs).prefilled()
             elif step == 3 and open_legs:
                 open_legs.pop(draw.randrange(len(open_legs))).end()
+            elif step == 6 and open_legs:
+                draw.choice(open_legs).prefill_at(draw.choice(["p0", "p1"]))
             elif step == 4:
                 accounts.heard(draw.choice(list(WORKERS)), now)
             elif draw.random() < 0.2:

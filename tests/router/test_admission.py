@@ -18,7 +18,7 @@ from jdisagg.router.admission import (
     admit,
     limit_seconds,
 )
-from jdisagg.router.candidates import FAILURES, Breaker, BreakerState
+from jdisagg.router.candidates import FAILURES, Breaker
 from jdisagg.router.predictor import COLD_TOKENS, FEWEST, MOST_ROUTERS, SHARED, LearnedLengths
 from jdisagg.settings.timeouts import DEFAULT_TIMEOUTS
 
@@ -89,12 +89,11 @@ def test_a_breaker_opens_after_failures_in_a_row_and_a_probe_heals_it() -> None:
     breaker = Breaker()
     for _ in range(FAILURES - 1):
         breaker.failed(0.0)
-    assert breaker.state(0.0) is BreakerState.CLOSED and breaker.barred_until == 0.0
+    assert breaker.barred_until == 0.0
     breaker.failed(0.0)
-    assert breaker.state(0.5) is BreakerState.OPEN and breaker.barred_until == BACKOFF.first_seconds
+    assert breaker.barred_until == BACKOFF.first_seconds
     breaker.failed(0.5)
     assert breaker.barred_until == BACKOFF.first_seconds, "what was under way says nothing new"
-    assert breaker.state(1.0) is BreakerState.HALF_OPEN
     breaker.placed(1.0)
     assert breaker.barred_until == 2.0, "one probe at a time"
     breaker.failed(1.2)

@@ -110,7 +110,7 @@ def test_appends_are_as_far_apart_as_the_bound_leaves_time_for_and_others_go_els
     assert first.prefill is None and first.terms is not None
     until = paced_until(accounts.state, TURN, first, policy, 1.0)
     assert until is not None
-    accounts.pace("d0", until)
+    accounts.state.pace("d0", until)
     chunk = Speed(H100).prefill_seconds(200, 4000, APPEND)
     steps = (until - 1.0 - chunk) / first.terms.step
     assert (until - 1.0) / steps <= policy.tpot_slo_seconds

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from jdisagg.router.accounts import Work
-from jdisagg.router.candidates import PairBreakers
+from jdisagg.router.candidates import Breakers
 from jdisagg.router.decision import PlacementQuery
 from jdisagg.router.placement import another_prefill
 from jdisagg.settings.timeouts import Backoff
@@ -52,16 +52,16 @@ def test_another_source_is_one_whose_link_works() -> None:
 
 def test_a_pair_is_tried_again_after_a_while_and_forgotten_with_its_workers() -> None:
     lives = {"p0": 1, "d0": 1, "d1": 1}
-    breakers = PairBreakers(Backoff(1.0, 4.0))
-    breakers.failed(("p0", "d0"), (1, 1), 10.0)
-    assert breakers.broken(lives.__getitem__, 10.5) == pairs("p0d0")
-    assert not breakers.broken(lives.__getitem__, 11.0), "the next attempt is the probe"
+    breakers = Breakers[tuple[str, str]](lives.__getitem__, 1, Backoff(1.0, 4.0))
+    breakers.failed(("p0", "d0"), 10.0)
+    assert breakers.barred(10.5) == pairs("p0d0")
+    assert not breakers.barred(11.0), "the next attempt is the probe"
     breakers.placed(("p0", "d0"), 11.0)
-    assert breakers.broken(lives.__getitem__, 11.5) == pairs("p0d0")
-    breakers.failed(("p0", "d0"), (1, 1), 11.6)
-    assert breakers.broken(lives.__getitem__, 13.5) == pairs("p0d0"), "twice as long"
-    breakers.failed(("p0", "d1"), (1, 1), 13.5)
+    assert breakers.barred(11.5) == pairs("p0d0")
+    breakers.failed(("p0", "d0"), 11.6)
+    assert breakers.barred(13.5) == pairs("p0d0"), "twice as long"
+    breakers.failed(("p0", "d1"), 13.5)
     breakers.succeeded(("p0", "d0"))
-    assert breakers.broken(lives.__getitem__, 13.6) == pairs("p0d1")
+    assert breakers.barred(13.6) == pairs("p0d1")
     lives["d1"] = 2
-    assert not breakers.broken(lives.__getitem__, 13.6), "another process, another link"
+    assert not breakers.barred(13.6), "another process, another link"

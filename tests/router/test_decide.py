@@ -260,6 +260,27 @@ def test_pages_for_the_expected_growth_of_all_that_is_there_are_kept() -> None:
     )
 
 
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_who_waits_for_pages_of_later_growth_waits_for_as_many_ends_as_free_them(
+    ranks: int,
+) -> None:
+    """Eight sequences have used a page each, and will use nearly all: one of them must end."""
+    each, pages, long = 8 // ranks, 4096 // ranks, Work(16, expected_tokens=8000)
+    worker = msgspec.structs.replace(
+        decode_status("d0", (each,) * ranks, (16 * each,) * ranks, (pages - each,) * ranks),
+        total_pages=(pages,) * ranks,
+    )
+    described = Description("r", H100)
+    accounts = accounts_of({prefill_status("p0"): described, worker: described})
+    for _ in range(8):
+        accounts.place("p0", "d0", long, 0.0)
+    accounts.heard(worker, 1.0)
+    terms = decision(
+        accounts.state, PlacementQuery(long, typical_tokens=8000.0, under_way=True)
+    ).terms
+    assert terms.decode_queue == pytest.approx(8000 * terms.step / 8)
+
+
 def test_a_full_decode_side_holds_and_the_wait_is_littles_law() -> None:
     full = decode_status("d0", (100,), (100000,), free=(0,))
     query = replace(ASK, typical_tokens=200.0)
@@ -274,7 +295,7 @@ def test_a_full_decode_side_holds_and_the_wait_is_littles_law() -> None:
     )
 
 
-def test_no_more_sequences_than_a_worker_has_slots_leave_at_once() -> None:
+def test_no_more_sequences_than_a_worker_has_slots_are_in_a_step_and_leave_at_once() -> None:
     described = Description("a/b/c", H100)
     accounts = accounts_of(
         {prefill_status("p0"): described, decode_status("d0", slots=8): described}
@@ -285,8 +306,12 @@ def test_no_more_sequences_than_a_worker_has_slots_leave_at_once() -> None:
     terms = decision(accounts.state, query).terms
     (room,) = accounts.state.decode.room
     assert terms is not None and 8 <= room < 12
+    each = query.work.tokens
+    assert terms.step == pytest.approx(
+        speed_of(H100).model.decode_of(8, 8 * each).seconds, rel=0.03
+    )
     waits = 101 - room  # sequences that must end first
-    assert terms.decode_queue == pytest.approx(waits * 200 * terms.step / room, rel=0.1)
+    assert terms.decode_queue == pytest.approx(waits * 200 * terms.step / 8, rel=1e-6)
 
 
 def test_what_would_come_too_late_is_refused_with_the_time_that_it_is_late() -> None:

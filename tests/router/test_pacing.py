@@ -27,8 +27,8 @@ def test_prompts_come_to_one_pool_as_far_apart_as_steps_leave_time_for_them() ->
         assert answer.terms.prefill_queue == pytest.approx(placed * prompt / (0.9 * part), rel=0.02)
         until = paced_until(accounts.state, ASK, answer, policy, now)
         assert until is not None
-        accounts.pace("m0", until)
-    accounts.pace("m0", now + 0.6)
+        accounts.state.pace("m0", until)
+    accounts.state.pace("m0", now + 0.6)
     assert isinstance(decide(accounts.state, ASK, now, policy), Deferred)
     assert isinstance(decide(accounts.state, ASK, now + 0.2, policy), Decision)
 
@@ -38,7 +38,7 @@ def test_the_pace_of_several_ranks_is_kept_to_the_bound_on_queued_work() -> None
     ranks = decode_status("m0", (2,) * 4, (2000,) * 4, role=M)
     accounts = accounts_of({ranks: Description("", H100)})
     policy = PlacementPolicy(tpot_slo_seconds=0.05, hold_seconds=0.02)
-    accounts.pace("m0", 1.0)
+    accounts.state.pace("m0", 1.0)
     assert Speed(H100).prefill_seconds(2048, 0, 2048) > 0.04
     assert isinstance(decide(accounts.state, ASK, 0.96, policy), Deferred)
     assert isinstance(decide(accounts.state, ASK, 0.99, policy), Decision)
@@ -53,7 +53,7 @@ def test_there_is_no_pace_to_keep_without_a_bound_or_beside_nobody() -> None:
         is None
     )
     idle = accounts_of({decode_status("m0", role=M): Description("", H100)})
-    idle.pace("m0", 5.0)
+    idle.state.pace("m0", 5.0)
     answer = decide(idle.state, ASK, 0.0, PlacementPolicy(tpot_slo_seconds=0.02))
     assert isinstance(answer, Decision)
     assert answer.terms is not None

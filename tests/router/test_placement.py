@@ -52,7 +52,7 @@ def test_a_worker_whose_breaker_is_open_is_passed_over_while_there_is_another() 
     accounts = Accounts(ClusterState())
     for worker in (*PAIR, status("d1", D, running=4)):
         accounts.heard(worker, 0.0)
-    accounts.bar("d0", 5.0)
+    accounts.state.bar("d0", 5.0)
     assert decide(accounts.state, ASK, 1.0, RULES).decode == "d1"  # type: ignore[union-attr]
     patient = replace(RULES, suspect_seconds=9, gone_seconds=9)
     assert decide(accounts.state, ASK, 0.0, patient).decode == "d1"  # type: ignore[union-attr]

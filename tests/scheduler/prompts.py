@@ -6,6 +6,7 @@ from jdisagg.messages.ports import Child
 from jdisagg.messages.step_commands import SampleSpec
 from jdisagg.request import Request, SamplingParams
 from jdisagg.scheduler.admission import Admission
+from jdisagg.scheduler.block_names import BlockNames
 from jdisagg.scheduler.decode_state import DecodeState
 from jdisagg.scheduler.executor import MeshLimits
 from jdisagg.scheduler.prefill_batches import PrefillBatches
@@ -21,9 +22,9 @@ LIMITS = toy_limits(
 class Sender:
     """The queue of a mesh that sends KV, with its pages of eight tokens."""
 
-    def __init__(self, ranks: int = 1, pages: int = 8) -> None:
+    def __init__(self, ranks: int = 1, pages: int = 8, names: BlockNames | None = None) -> None:
         limits = toy_limits(ranks, 8, pages, context_tokens=512, chunk_buckets=(64,))
-        self.state = DecodeState(limits)
+        self.state = DecodeState(limits, names)
         self.prompts = prompts_of(self.state)
         self.admission = Admission(self.state, self.prompts)
 

@@ -4,6 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jdisagg.scheduler.admission import STALLED_TOTAL, stalled_destinations
+from jdisagg.scheduler.block_names import BlockNames
 from tests.scheduler.prompts import Sender
 
 MOST = 100
@@ -68,6 +69,16 @@ def test_a_higher_priority_overtakes_a_blocked_prompt_only_if_another_gives_way_
     queue.waits(3, pages=8, arrival=90.0, priority=1)
     assert queue.admit() == [(3, 0)]
     assert [one.key for one in queue.admission.queue] == [1, 2]
+
+
+def test_none_waits_for_blocks_of_a_lower_priority_that_gave_its_pages_back() -> None:
+    queue = Sender(names=BlockNames(b"secret", "model", 8))
+    queue.waits(1, pages=6)
+    queue.admit()
+    assert queue.prompts.follows(queue.waits(2, pages=6, priority=5)) == 40
+    queue.waits(3, pages=8, arrival=-90.0, priority=5)
+    assert queue.admit() == [(3, 0)]
+    assert [one.key for one in queue.prompts.take_released()] == [2]
 
 
 def test_destinations_stall_one_by_one_and_all_together() -> None:

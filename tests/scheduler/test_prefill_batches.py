@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from jdisagg.messages.step_commands import PrefillChunk
 from jdisagg.scheduler.blocks import merged_block, padded, split_blocks
-from jdisagg.scheduler.prefill_batches import PrefillBatches
+from jdisagg.scheduler.prefill_batches import PrefillBatches, gathers
 from tests.fakes.fake_executor import toy_limits
 from tests.scheduler.prompts import LIMITS, batches, job
 
@@ -125,7 +125,7 @@ def test_a_removed_prompt_leaves_the_queue() -> None:
     packer.next_chunk(0)
     packer.remove(removed)
     packer.remove(removed)
-    assert packer.next_chunk(0) is None and len(packer) == 0
+    assert packer.next_chunk(0) is None and not list(packer)
 
 
 @given(
@@ -151,7 +151,7 @@ def test_prompts_that_are_held_back_go_on_later_and_a_chunk_goes_on_with_one_pro
             done[row.sequence] += len(row.tokens)
             assert bool(row.samples) == (done[row.sequence] == shapes[row.sequence][0])
     assert done == {sequence: tokens for sequence, (tokens, _) in enumerate(shapes)}
-    assert len(packer) == 0
+    assert not list(packer)
 
 
 @given(
@@ -243,13 +243,13 @@ def test_a_short_prompt_beside_a_step_is_not_padded_to_twice_its_chunk() -> None
 def test_prompts_wait_for_other_ranks_only_while_none_is_partly_issued() -> None:
     packer = batches(toy_limits(ranks=2, chunk_buckets=(16, 64), granule_tokens=8, page_size=8))
     packer.add(job(1, 100, rank=0))
-    assert packer.gathers(), "rank 1 has no prompt"
+    assert gathers(packer.queues), "rank 1 has no prompt"
     packer.add(job(2, 10, rank=1))
-    assert not packer.gathers(), "each rank has a prompt"
+    assert not gathers(packer.queues), "each rank has a prompt"
     packer.next_chunk(0)
     packer.add(job(3, 10, arrival=-1.0, priority=1))
     assert [packer.queued_tokens(rank) for rank in (0, 1)] == [46, 0]
-    assert not packer.gathers(), "prompt 1 is partly issued, behind one of higher priority"
+    assert not gathers(packer.queues), "prompt 1 is partly issued, behind one of higher priority"
 
 
 def test_prompts_are_split_beside_a_step_only_where_they_may_be() -> None:

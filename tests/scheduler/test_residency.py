@@ -176,7 +176,7 @@ class ResidencyMachine(RuleBasedStateMachine):
     def every_kept_page_has_one_name(self) -> None:
         tree = self.residency.trees[0]
         assert tree._names.keys() == self.ledger._kept
-        tails = [pages for name, pages in tree._blocks.items() if name in tree._tails]
+        tails = [block.pages for block in tree._blocks.values() if block.tail]
         blocks = (len(tree) - len(tails)) * GRAIN // PAGE_SIZE
         assert len(tree._names) == blocks + sum(map(len, tails))
         assert all(tree._names[page] == name for name in self.known for page in self.of(tree, name))

@@ -6,8 +6,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from jdisagg.messages.ports import Child
+from jdisagg.request import Request, SamplingParams
 from jdisagg.scheduler.prompts import ChunkTimes, Leader, SharedPrompts, waiting_pays
 from jdisagg.scheduler.residency import Chain
+from jdisagg.scheduler.sequences import Prompt
 
 
 def chain(text: str) -> Chain:
@@ -15,11 +18,17 @@ def chain(text: str) -> Chain:
     return tuple([text[: end + 1].encode() for end in range(len(text))])
 
 
+def asked(key: int, at: float, text: str) -> Prompt:
+    made = Prompt(key, Request(str(key), (1,), SamplingParams()), (Child(0),), at)
+    made.chain = chain(text)
+    return made
+
+
 def test_the_one_that_has_most_in_common_leads_and_of_equals_the_first() -> None:
     shared = SharedPrompts()
     for key, text in enumerate(("ab", "abcd", "abcx", "abcd")):
-        shared.begin(key, (0.0, key), chain(text))
-    shared.begin(9, (1.0, 9), chain("abcdef"))
+        shared.begin(asked(key, 0.0, text))
+    shared.begin(asked(9, 1.0, "abcdef"))
     assert shared.leader(9, chain("abcdef"), 0) == Leader(1, 4)
     assert shared.leader(9, chain("abcdef"), 4) is None, "nobody computes the fifth"
     assert shared.leader(9, chain("abc"), 0) == Leader(1, 3)
@@ -31,18 +40,19 @@ def test_the_one_that_has_most_in_common_leads_and_of_equals_the_first() -> None
 
 def test_a_younger_prompt_leads_only_once_it_has_begun() -> None:
     shared = SharedPrompts()
-    shared.begin(1, (5.0, 1), chain("ab"))
-    shared.begin(2, (1.0, 2), chain("ab"))
+    younger = asked(1, 5.0, "ab")
+    shared.begin(younger)
+    shared.begin(asked(2, 1.0, "ab"))
     assert shared.leader(2, chain("ab"), 0) is None
     assert shared.leader(1, chain("ab"), 0) == Leader(2, 2)
-    shared.started(1)
+    younger.rank = 0
     assert shared.leader(2, chain("ab"), 0) == Leader(1, 2)
 
 
 def test_a_stalled_prompt_is_not_waited_for_until_it_goes_on() -> None:
     shared = SharedPrompts()
     for key in (1, 2):
-        shared.begin(key, (0.0, key), chain("abcd"))
+        shared.begin(asked(key, 0.0, "abcd"))
     shared.follow(2, Leader(1, 4))
     assert shared.stall(1) == (2,)
     assert shared.leader(2, chain("abcd"), 0) is None
@@ -52,10 +62,9 @@ def test_a_stalled_prompt_is_not_waited_for_until_it_goes_on() -> None:
 
 @dataclass
 class Model:
-    order: tuple[float, int]
+    prompt: Prompt
     text: str
     reached: int = 0
-    begun: bool = False
     waits: Leader | None = None
 
 
@@ -91,11 +100,11 @@ def test_who_waits_is_released_once_when_the_blocks_are_there_or_their_prompt_ha
     for action, key, number, text in actions:
         one = model.get(key)
         if action == "begin" and one is None:
-            model[key] = Model((float(number), key), text)
-            shared.begin(key, model[key].order, chain(text))
+            model[key] = Model(asked(key, number, text), text)
+            shared.begin(model[key].prompt)
         elif one is None:
             continue
-        elif action == "follow" and one.waits is None and not one.begun:
+        elif action == "follow" and one.waits is None and one.prompt.rank < 0:
             known = min(number, len(one.text))
             leader = shared.leader(key, chain(one.text), known)
             if leader is None:
@@ -103,12 +112,11 @@ def test_who_waits_is_released_once_when_the_blocks_are_there_or_their_prompt_ha
             first = model[leader.key]
             assert known < leader.blocks and first.reached <= known
             assert first.text[: leader.blocks] == one.text[: leader.blocks]
-            assert first.begun or first.order < one.order
+            assert first.prompt.rank == 0 or first.prompt.order < one.prompt.order
             one.waits = leader
             shared.follow(key, leader)
         elif action == "start" and one.waits is None:
-            one.begun = True
-            shared.started(key)
+            one.prompt.rank = 0
         elif action == "reach" and one.waits is None:
             one.reached = max(one.reached, min(number, len(one.text)))
             let_go(shared.reached(key, one.reached), key, one.reached)

@@ -1,6 +1,6 @@
 """Tails of answers that gave way: which sequence finds one."""
 
-from jdisagg.scheduler.tails import Tail, Tails
+from jdisagg.scheduler.block_names import Tail, Tails
 
 
 def tail(stem: bytes = b"s" * 32, answer: tuple[int, ...] = (1, 2, 3)) -> Tail:

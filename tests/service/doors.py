@@ -257,6 +257,6 @@ def make_frontend(
 
 async def eventually(condition, seconds: float = 10.0) -> None:
     """Waits for what must happen; how soon is no one's concern here."""
-    async with asyncio.timeout(seconds):
+    async with asyncio.timeout(seconds_of(seconds)):
         while not condition():
             await asyncio.sleep(0.005)

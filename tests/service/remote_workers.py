@@ -13,6 +13,7 @@ from jdisagg.service.internal.span_sessions import SpanSessions
 from jdisagg.service.internal.worker_service import decode_service, peer_service, prefill_service
 from jdisagg.service.server import GrpcServer
 from jdisagg.settings.timeouts import DEFAULT_TIMEOUTS, CallTimeouts
+from tests import time_scale
 from tests.service.doors import eventually
 from tests.service.port_worker import Worker
 
@@ -83,7 +84,7 @@ async def collect(remote: RemoteWorker, reservation_id: int) -> list[Span]:
 
 async def until_usable(remote: RemoteWorker, seconds: float) -> None:
     """Raises TimeoutError when its worker does not answer for so long."""
-    async with asyncio.timeout(seconds):
+    async with asyncio.timeout(time_scale.seconds(seconds)):
         while True:
             with contextlib.suppress(UnavailableError):
                 await remote.decode.status()

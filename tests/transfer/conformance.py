@@ -36,6 +36,7 @@ from jdisagg.transfer.channel import (
 )
 from jdisagg.transfer.codec import codec, stamp_array
 from jdisagg.transfer.pieces import OfferedBlock, PlannedPiece, RequestedPieces
+from tests import time_scale
 from tests.fakes.manual_clock import ManualClock
 
 COMPONENTS, TOKENS, HEAD_SIZE = 2, 4, 2
@@ -113,7 +114,7 @@ def case(
 def finished(pull: Pull) -> Pull:
     """Polls until the pull is over; the generous bound is a safety net, not an assertion about
     speed."""
-    end = time.monotonic() + 60
+    end = time.monotonic() + time_scale.seconds(60)
     while not pull.is_ready():
         assert time.monotonic() < end, "the pull hangs"
         time.sleep(0.001)
@@ -122,7 +123,7 @@ def finished(pull: Pull) -> Pull:
 
 def settled(condition: Callable[[], bool]) -> None:
     """Waits until what the channel's own threads do is done; the bound is a safety net."""
-    end = time.monotonic() + 30
+    end = time.monotonic() + time_scale.seconds(30)
     while not condition():
         assert time.monotonic() < end, "the channel does not come to rest"
         time.sleep(0.005)

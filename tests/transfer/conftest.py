@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from jdisagg.transfer.backend_choice import Memories
+from jdisagg.transfer.negotiated_channel import Memories
 from tests.transfer.conformance import Ends
 from tests.transfer.loopback import Loopback, Pair
 

@@ -25,9 +25,9 @@ from jdisagg.clock import MonotonicClock
 from jdisagg.layout.axes import MESH_AXES, Layout
 from jdisagg.layout.mesh_card import KvEnd, MeshCard
 from jdisagg.messages.kv_plane import KvMessage
-from jdisagg.transfer.backend_choice import Memories
+from jdisagg.node.cluster_plan import free_ports
 from jdisagg.transfer.channel import PullTarget, block_sharding, resident_zeros
-from jdisagg.transfer.negotiated_channel import NegotiatedChannel
+from jdisagg.transfer.negotiated_channel import Memories, NegotiatedChannel
 from jdisagg.transfer.nixl_agent import NixlAgent
 from jdisagg.transfer.nixl_memory import NixlMemory
 from jdisagg.transfer.shared_memory import SharedMemory
@@ -116,8 +116,7 @@ class Post:
         """`count` processes of one job, each with so many devices; ready when this returns.
         `shares`: they share memory with who can map it. `nixl`: theirs can be read over
         NIXL."""
-        with Listener(("127.0.0.1", 0)) as free:
-            coordinator = f"127.0.0.1:{free.address[1]}"  # type: ignore[misc]
+        coordinator = f"127.0.0.1:{free_ports('127.0.0.1', 1)[0]}"
         port = self._listener.address[1]  # type: ignore[misc]
         flags = f"--xla_force_host_platform_device_count={devices}"
         environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}

@@ -6,8 +6,7 @@ from collections.abc import Callable
 
 from jdisagg.layout.mesh_card import KvEnd, MeshCard
 from jdisagg.messages.kv_plane import KvMessage
-from jdisagg.transfer.backend_choice import Memories
-from jdisagg.transfer.negotiated_channel import NegotiatedChannel
+from jdisagg.transfer.negotiated_channel import Memories, NegotiatedChannel
 from tests.transfer.conformance import Ends, ManualClock
 
 SENDER, RECEIVER = KvEnd("127.0.0.1:1", 0xA), KvEnd("127.0.0.1:2", 0xB)

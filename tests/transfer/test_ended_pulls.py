@@ -137,6 +137,30 @@ def test_a_receiver_that_is_gone_leaves_nothing_at_the_sender(bench: Bench) -> N
     settled(lambda: bench.sender.postings() == bench.sender._sender.waiting() == 0)
 
 
+def test_a_receiver_that_closes_withdraws_what_it_waits_for(bench: Bench) -> None:
+    pull = bench.pull(7)
+    bench.waits(1)
+    bench.receiver.close()
+    fails(pull, "^the channel was closed$")
+    bench.waits(0)
+    bench.offer(7)
+    bench.at_rest()
+    assert bench.count(Posted) == 0
+
+
+def test_a_pull_that_waits_for_its_block_waits_on_when_its_connection_is_dropped(
+    bench: Bench,
+) -> None:
+    puller, pull = bench.receiver._puller, bench.pull(7)
+    bench.waits(1)
+    puller._thread.submit(lambda: puller._drop(puller._peers[SENDER]))
+    settled(lambda: bench.count(PullRequest) == 2)
+    bench.offer(7)
+    bench.check(pull)
+    bench.at_rest()
+    assert bench.count(Withdraw) == bench.count(Posted) == 1, "nothing is posted for the old one"
+
+
 def test_an_outlet_that_was_closed_meanwhile_is_replaced(bench: Bench) -> None:
     """As after a long rest of one side alone."""
     bench.offer(7)

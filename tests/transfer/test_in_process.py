@@ -17,6 +17,7 @@ from jdisagg.layout.reshard_plan import head_granule, plan_handoff
 from jdisagg.transfer.channel import Offered, Pull, PullTarget, block_sharding, rank_placement
 from jdisagg.transfer.in_process import InProcessChannel
 from tests import time_scale
+from tests.layout.plans import bytes_per_pair
 from tests.transfer.conformance import (
     LONG_SECONDS,
     PAIRS,
@@ -59,7 +60,7 @@ def test_the_counted_bytes_are_the_plans(
     )
     assert (
         channel.bytes_per_pair()
-        == plan.bytes_per_pair(jnp.dtype(dtype).itemsize)
+        == bytes_per_pair(plan, jnp.dtype(dtype).itemsize)
         == channel.planned_bytes_per_pair()
     )
 

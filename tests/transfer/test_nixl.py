@@ -26,7 +26,7 @@ from jdisagg.messages.kv_plane import InRegistered, KvMessage, Posted
 from jdisagg.transfer import nixl_agent
 from jdisagg.transfer import nixl_memory as nixl_memory_module
 from jdisagg.transfer.backend import AnnouncedArrays
-from jdisagg.transfer.backend_choice import Memories
+from jdisagg.transfer.negotiated_channel import Memories
 from jdisagg.transfer.nixl_agent import INSTALL, NixlAgent, nixl_bindings, ucx_devices
 from jdisagg.transfer.nixl_memory import NixlInlet, NixlMemory, NixlOutlet, nixl_memory
 from tests import time_scale

@@ -13,7 +13,7 @@ from jdisagg.errors import HandoffError
 from jdisagg.messages.kv_plane import InMemory, Posted, Pulled, Withdraw
 from jdisagg.transfer import shared_memory
 from jdisagg.transfer.backend import AnnouncedArrays
-from jdisagg.transfer.backend_choice import Memories
+from jdisagg.transfer.negotiated_channel import Memories
 from jdisagg.transfer.shared_memory import (
     Region,
     SharedInlet,
@@ -103,6 +103,18 @@ def test_what_was_taken_back_while_its_receiver_maps_it_stays_as_it_was(
     arrives(pull, block)
 
 
+def test_a_pipe_with_the_numbers_of_a_sender_on_another_host_is_not_read() -> None:
+    secret = b"0123456789abcdef"
+    reading, writing = os.pipe()
+    try:
+        os.write(writing, secret)
+        assert not reachable(f"{os.getpid()}:{reading}:{secret.hex()}")
+        assert os.read(reading, len(secret)) == secret
+    finally:
+        os.close(reading)
+        os.close(writing)
+
+
 def test_a_region_that_is_used_again_holds_nothing_until_it_is_written() -> None:
     memory = SharedMemory()
     outlet, reader = SharedOutlet(memory), SharedInlet(memory.name)
@@ -136,6 +148,15 @@ def test_a_withdrawn_pull_of_a_block_that_is_still_computed_keeps_no_memory(
     settled(lambda: pair.sender.postings() == 0)
     ends.sender.revoke(1, "over")
     ends.receiver.disconnect("")  # what it had mapped by then it would keep for the next
+    settled(lambda: collected() and regions() <= before)
+
+
+def test_a_sender_whose_last_receiver_leaves_keeps_no_spare_region(ends: Ends, pair: Pair) -> None:
+    before, block = regions(), case("tp=1", "tp=1")
+    ends.sender.offer(1, block.block, 0)
+    arrives(ends.pull(1, block), block)
+    settled(lambda: collected() and pair.quiet())
+    ends.receiver.disconnect("")
     settled(lambda: collected() and regions() <= before)
 
 

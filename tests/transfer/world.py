@@ -3,9 +3,8 @@ shared memory, NIXL."""
 
 from jdisagg.clock import MonotonicClock
 from jdisagg.layout.mesh_card import KvEnd, MeshCard
-from jdisagg.transfer.backend_choice import Memories
 from jdisagg.transfer.channel import Pull, PullTarget
-from jdisagg.transfer.negotiated_channel import NegotiatedChannel
+from jdisagg.transfer.negotiated_channel import Memories, NegotiatedChannel
 from tests import time_scale
 from tests.transfer.conformance import arrives, case
 from tests.transfer.kv_processes import TRANSPORTS, Block, Introduce, MakeOffer, Post, Process

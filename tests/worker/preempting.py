@@ -5,8 +5,8 @@ from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 
 from jdisagg.request import Request
+from jdisagg.scheduler.block_names import Tails
 from jdisagg.scheduler.host_blocks import TierRoom
-from jdisagg.scheduler.tails import Tails
 from jdisagg.worker.worker import Worker
 from tests.fakes.cluster import Cluster, Collected, toy_request
 from tests.fakes.fake_executor import FakeExecutor

@@ -70,6 +70,12 @@ async def test_requests_that_come_together_share_a_load() -> None:
     assert counters["adapter_load_bytes"] == 18
 
 
+async def test_nothing_is_left_of_requests_that_have_ended_but_what_is_loaded() -> None:
+    adapters, _ = loads(Mesh(), 2)
+    await asyncio.gather(*(hold(adapters, digest) for digest in "abcd"))
+    assert adapters.idle and not adapters._held and len(adapters.table.loaded) == 2
+
+
 async def test_a_request_waits_for_a_slot_until_its_deadline() -> None:
     running = [of("a")]
     mesh = Mesh()

@@ -65,7 +65,7 @@ async def test_blocks_are_inserted_then_acknowledged_and_counted() -> None:
     receiving = Receiving(channel, [*offers, HandoffEnd(6, 10, (FirstToken(0, 3),))])
     received = await receiving.receive()
     await asyncio.sleep(0.001)
-    assert received.firsts == (FirstToken(0, 3),) and received.bytes_moved == 2 * 10 * 8
+    assert received.end.firsts == (FirstToken(0, 3),) and received.bytes_moved == 2 * 10 * 8
     assert sorted(receiving.peer.acknowledged) == sorted(offer.offer_id for offer in offers)
 
 
@@ -96,7 +96,7 @@ async def test_acknowledgements_that_were_lost_are_said_again_while_the_sender_w
     async with asyncio.timeout(30):
         received = await receiving.receive()
     assert isinstance(receiving.peer, DeafPeer) and receiving.peer.lost == 8
-    assert received.firsts == (FirstToken(0, 3),)
+    assert received.end.firsts == (FirstToken(0, 3),)
 
 
 async def test_blocks_of_a_sequence_that_moves_are_acknowledged_once_more_at_its_end() -> None:

@@ -82,10 +82,9 @@ class Bench:
 
     async def run(self) -> float:
         """Restores by the best plan; returns for how long the prompt waited."""
-        plan, done, began = self.best(), asyncio.Event(), self.now()
+        plan, began = self.best(), self.now()
         assert plan is not None
-        self.sources.begin(plan, self.restored, done.set)
-        await done.wait()
+        await self.sources.begin(plan, self.restored)
         waited = self.now() - began
         assert self.ledger.free_pages == self.ledger.total_pages, "kept pages count as free"
         return waited
@@ -128,17 +127,17 @@ async def test_a_prompt_waits_no_longer_than_computing_takes_and_what_has_come_s
     assert bench.best(ahead=200) is not None, "behind other prompts it is hidden"
 
 
-async def test_a_prompt_that_has_ended_stops_its_restore_and_is_not_called() -> None:
+async def test_a_prompt_that_has_ended_stops_its_restore() -> None:
     source = Source("host", 5, seconds=0.1)
-    bench, called = Bench(source), []
+    bench = Bench(source)
     plan = bench.best()
     assert plan is not None
-    task = bench.sources.begin(plan, bench.restored, lambda: called.append(1))
+    task = bench.sources.begin(plan, bench.restored)
     await asyncio.sleep(0.25)
     assert not bench.sources.quiet and bench.ledger.free_pages < 40
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
-    assert source.failures == ["unwanted"] and not called and bench.sources.quiet
+    assert source.failures == ["unwanted"] and bench.sources.quiet
     assert bench.kept.match(0, bench.chain) == 2 and bench.ledger.free_pages == 40
 
 
@@ -172,7 +171,7 @@ async def test_a_source_runs_so_many_restores_and_no_more() -> None:
     for _ in range(2):
         plan = bench.best()
         assert plan is not None
-        bench.sources.begin(plan, bench.restored, lambda: None)
+        bench.sources.begin(plan, bench.restored)
     await asyncio.sleep(0.01)
     assert bench.best() is None
     bench.sources.stop()

@@ -8,6 +8,7 @@ import pytest
 
 from jdisagg.errors import IncompatiblePeerError
 from jdisagg.layout.kv_spec import KVSpec
+from jdisagg.messages.packed import PROTOCOL
 from jdisagg.messages.ports import HandoffSource, PeerHello
 from jdisagg.messages.step_commands import ConnectPeer, DisconnectPeer, StepCommand
 from jdisagg.messages.worker_status import LinkTimes
@@ -20,7 +21,7 @@ from jdisagg.worker.peers import (
     Peers,
     SideCalls,
     check_hello,
-    hello_of,
+    words_of_layers,
 )
 from jdisagg.worker.step_loop import StepLoop
 from tests.fakes.fake_executor import FakeChannel, FakeExecutor, toy_limits
@@ -41,6 +42,13 @@ class Sender:
         self.says = msgspec.structs.replace(self.says, boot_id=self.says.boot_id + 1)
 
 
+def hello_of(worker: str, limits: MeshLimits, boot_id: int = 1, key: int = 5) -> PeerHello:
+    layers, dtype = words_of_layers(limits.kv_spec), limits.kv_spec.row_dtype
+    groups = limits.layer_groups
+    card = FakeExecutor(limits, FakeChannel()).card
+    return PeerHello(PROTOCOL, worker, "model", layers, dtype, groups, boot_id, key, mesh=card)
+
+
 def connections(log: list[StepCommand]) -> list[str]:
     return [
         f"{type(command).__name__} {command.peer}"
@@ -52,9 +60,9 @@ def connections(log: list[StepCommand]) -> list[str]:
 def acquainted() -> tuple[FakeExecutor, Sender, PeerHello, Peers]:
     """A worker's mesh, the peer "p" that sends to it, the worker's own hello, and its peers."""
     mesh = FakeExecutor(toy_limits(), FakeChannel())
-    sender = Sender(hello_of("p", "model", mesh.limits, mesh.card, 10, 77))
+    sender = Sender(hello_of("p", mesh.limits, 10, 77))
     loop = StepLoop(mesh, lambda _: None, lambda *_: None, lambda _: None)
-    ours = hello_of("d", "model", mesh.limits, mesh.card, 1, 5)
+    ours = hello_of("d", mesh.limits)
     peers = Peers(
         lambda _: sender,  # type: ignore[arg-type, return-value]
         ours,
@@ -144,9 +152,8 @@ def test_workers_of_a_kind_with_other_autotune_results_are_warned_of_and_float32
     outcome: str,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    card = FakeExecutor(limits, FakeChannel()).card
     ours, theirs = (
-        hello_of(name, "model", limits, card, 1, 5, tuning=result, tuned_apart=apart)
+        msgspec.structs.replace(hello_of(name, limits), tuning=result, tuned_apart=apart)
         for name, result, apart in zip("de", tuning, allowed, strict=True)
     )
     both = "autotune results are aa on 'd' and bb on 'e'"

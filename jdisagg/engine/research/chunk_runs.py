@@ -27,9 +27,7 @@ from jdisagg.prompt.logprobs import PromptLogprobs
 from jdisagg.scheduler.blocks import padded, split_blocks
 from jdisagg.scheduler.executor import MeshLimits
 from jdisagg.scheduler.page_ledger import PageLedger, pages_for
-from jdisagg.transfer.channel import BlockStamp, Channel, Offered, Pull, PullTarget
-
-_NO_STAMP = BlockStamp()
+from jdisagg.transfer.channel import NO_STAMP, BlockStamp, Channel, Offered, Pull, PullTarget
 
 
 class KeepingChannel:
@@ -53,7 +51,7 @@ class KeepingChannel:
         self._channel.disconnect(peer)
 
     def offer(
-        self, offer_id: int, block: jax.Array, rank: int, stamp: BlockStamp = _NO_STAMP
+        self, offer_id: int, block: jax.Array, rank: int, stamp: BlockStamp = NO_STAMP
     ) -> None:
         self._kept[offer_id] = block
 

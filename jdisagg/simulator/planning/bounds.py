@@ -201,9 +201,9 @@ class RateCeilings:
         short prompt is assumed to share a chunk with prompts of equal length."""
         if (layout, chunk) not in self._times:
             model = self.models[layout]
-            self._times[layout, chunk] = each_once(
-                self.demand.sample_prompts, lambda tokens: _prefill_one(model, tokens, chunk)
-            )
+            lengths, places = np.unique(self.demand.sample_prompts, return_inverse=True)
+            seconds = [_prefill_one(model, tokens, chunk) for tokens in lengths.tolist()]
+            self._times[layout, chunk] = np.array(seconds)[places]
         return self._times[layout, chunk]
 
     def _wire_bytes(self, layout: Layout) -> float:
@@ -226,7 +226,6 @@ class RateCeilings:
         return float(np.quantile(allowed, 1 - goal.attainment, method="lower"))
 
     def _rate_within(self, layout: Layout, step_limit: float) -> float:
-        """Returns the rate of a dp rank with the largest batch whose step meets `step_limit`."""
         key = layout, step_limit
         if key not in self._rates:
             room = max(1.0, self._sequences(layout))
@@ -251,17 +250,8 @@ class RateCeilings:
 
 
 def alone_seconds(model: CostModel, tokens: int, chunk: int) -> float:
-    done, seconds = 0, 0.0
-    while done < tokens:
-        new = min(chunk, tokens - done)
-        seconds += model.prefill([(new, done)]).seconds
-        done += new
-    return seconds
-
-
-def each_once(lengths: np.ndarray, seconds_of: Callable[[int], float]) -> np.ndarray:
-    different, places = np.unique(lengths, return_inverse=True)
-    return np.array([seconds_of(int(length)) for length in different])[places]
+    chunks = [(min(chunk, tokens - done), done) for done in range(0, tokens, chunk)]
+    return sum([model.prefill([one]).seconds for one in chunks])
 
 
 def _prefill_one(model: CostModel, tokens: int, chunk: int) -> float:
@@ -282,7 +272,7 @@ def _largest(met: Callable[[float], bool], most: float, rounds: int = 11) -> flo
 
 
 def _longest(times: np.ndarray, count: float) -> float:
-    """Returns the mean of the longest of `count` draws."""
+    """The mean of the longest of `count` draws."""
     ordered = np.sort(times)
     below = (np.arange(len(ordered) + 1) / len(ordered)) ** count
     return float(ordered @ np.diff(below))

@@ -30,8 +30,8 @@ class HandoffLinks:
     """The links over which prefill instances send KV to decode instances.
 
     Attributes:
-      lanes: Number of links over which one prompt's KV is sent in parallel. links: Number of links
-        of one prefill or decode instance, whichever has fewer.
+      lanes: Number of links over which one prompt's KV is sent in parallel.
+      links: Number of links of one prefill or decode instance, whichever has fewer.
     """
 
     link: Link
@@ -108,11 +108,11 @@ class SteppedRun:
         self._every = [*self._prefills, *self._decodes]
         self._sent = prefill or decode
         self._out_free, self._in_free = [0.0] * len(self._first), [0.0] * len(self._decodes)
-        self._where: dict[int, tuple[int, int]] = {}  # prefill and decode instance of a request
         self._waiting: deque[SteppedRequest] = deque()
         limits = fleet.limits_of(fleet.prefill or fleet.decode)
         chunk = limits.chunk_buckets[-1]
         self._ranks, self._chunk_seconds = limits.ranks, self._sent.prefill(((chunk, 0),))[1]
+        self._room = limits.pages_per_rank * limits.page_size * limits.ranks  # of a prefix cache
         self._seconds_per_token = self._chunk_seconds / chunk
         self._caches: list[PrefixCache] = []
         # Ends of commands have a version, arrivals of KV a request.
@@ -128,15 +128,10 @@ class SteppedRun:
         growth = pool.instance.growth_tokens
         return [Instance(limits, costs, growth, fleet.fused) for _ in range(pool.count)]
 
-    def _prefix_caches(self) -> list[PrefixCache]:
-        limits = self._fleet.limits_of(self._fleet.prefill or self._fleet.decode)
-        room = limits.pages_per_rank * limits.page_size * limits.ranks
-        return [PrefixCache(self._fleet.block_tokens, room) for _ in self._first]
-
     def run(self, arrivals: Sequence[Arrival], lost: Lost | None = None) -> TrialRun:
         self._arrivals = arrivals
         if self._fleet.prefix.reuse and names_blocks(arrivals):
-            self._caches = self._prefix_caches()
+            self._caches = [PrefixCache(self._fleet.block_tokens, self._room) for _ in self._first]
         self._begun = lost.begun if isinstance(lost, Loss) else None
         coming, number = len(arrivals), 0
         ended, events = self._outcomes, self._events
@@ -197,7 +192,7 @@ class SteppedRun:
             first = decode
         request.cached = cached[first] if cached else 0
         request.left = request.prompt - request.cached
-        self._where[request.number] = first, decode
+        request.decode = decode
         if self._caches:
             self._caches[first].add(arrival)
         queues = self._first[first].queues
@@ -238,9 +233,9 @@ class SteppedRun:
             if request.output < 2:
                 continue
             size = self._sent.wire_bytes(new + (0 if request.received else request.cached))
-            decode = self._where[request.number][1]
-            start = max(head_at, self._out_free[index], self._in_free[decode])
-            self._out_free[index] = self._in_free[decode] = start + size / (rate * path.links)
+            start = max(head_at, self._out_free[index], self._in_free[request.decode])
+            free_at = start + size / (rate * path.links)
+            self._out_free[index] = self._in_free[request.decode] = free_at
             alone = size / (rate * path.lanes)
             exposed = exposed_seconds(alone, ready - self._now, overlap, start - head_at)
             request.received = max(request.received, ready + exposed + path.link.latency_seconds)
@@ -250,9 +245,8 @@ class SteppedRun:
             self._finish(request)
             self._place_waiting()
             return
-        decode = self._where[request.number][1]
-        self._decodes[decode].receive(request)
-        self._go_on(len(self._prefills) + decode)
+        self._decodes[request.decode].receive(request)
+        self._go_on(len(self._prefills) + request.decode)
 
     def _end_command(self, index: int) -> None:
         instance = self._every[index]
@@ -278,7 +272,7 @@ class SteppedRun:
             self._go_on(index)
 
     def _finish(self, request: SteppedRequest) -> None:
-        self._decodes[self._where.pop(request.number)[1]].batch.release(request)
+        self._decodes[request.decode].batch.release(request)
         self._close(request)
 
     def _close(self, request: SteppedRequest, refused: str = "") -> None:

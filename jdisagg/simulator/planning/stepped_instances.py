@@ -24,6 +24,7 @@ class SteppedRequest:
 
     Attributes:
       left: Number of prompt tokens that are in no chunk yet.
+      decode: Number of its decode instance.
     """
 
     number: int
@@ -36,6 +37,7 @@ class SteppedRequest:
     first: float = -1.0
     received: float = 0.0
     rank: int = 0
+    decode: int = 0
 
     @property
     def begun(self) -> bool:

@@ -44,7 +44,8 @@ async def test_a_client_that_does_not_read_holds_the_path_back(door: HttpDoor) -
     reader, writer = await door.connect()
     asked = {"prompt": "x", "max_tokens": 400, "stream": True}
     writer.write(request(COMPLETIONS, asked, connection="close"))
-    made = -1
+    await eventually(lambda: door.path.made_events > 0)
+    made = 0
     while made != door.path.made_events:
         made = door.path.made_events
         await asyncio.sleep(0.3)

@@ -25,9 +25,9 @@ CHAT: Any = [{"role": "user", "content": "hi"}]
 
 
 @contextlib.asynccontextmanager
-async def router_process() -> AsyncIterator[tuple[str, asyncio.subprocess.Process]]:
+async def router_process(*how: str) -> AsyncIterator[tuple[str, asyncio.subprocess.Process]]:
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "tests.service.http.router_process"),
+        *(sys.executable, "-m", "tests.service.http.router_process", *how),
         stdout=asyncio.subprocess.PIPE,
         env=os.environ | {"PYTHONPATH": os.getcwd()},
     )
@@ -54,7 +54,7 @@ class Counting(httpx2.AsyncHTTPTransport):
 @pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGTERM])
 async def test_streams_go_on_at_another_router_when_theirs_ends(end: signal.Signals) -> None:
     async with contextlib.AsyncExitStack() as stack:
-        first, process = await stack.enter_async_context(router_process())
+        first, process = await stack.enter_async_context(router_process("held"))
         second, _ = await stack.enter_async_context(router_process())
         counting = Counting(limits=httpx2.Limits(max_connections=None))
         transport = ResumingTransport([first, second], transport=counting)
@@ -64,10 +64,9 @@ async def test_streams_go_on_at_another_router_when_theirs_ends(end: signal.Sign
                 base_url="http://any/v1", api_key="none", max_retries=0, http_client=http
             )
         )
-        begun = 0
+        begun = set[int]()
 
         async def completion(number: int) -> tuple[list[str], str]:
-            nonlocal begun
             texts = ["", ""]
             usage = None
             async for chunk in await client.completions.create(
@@ -78,15 +77,14 @@ async def test_streams_go_on_at_another_router_when_theirs_ends(end: signal.Sign
                 stream=True,
                 stream_options={"include_usage": True},
             ):
-                begun += chunk.choices != [] and texts == ["", ""]
                 for choice in chunk.choices:
+                    begun.add(number)
                     texts[choice.index] += choice.text
                 usage = chunk.usage or usage
             assert usage is not None and usage.completion_tokens == 2 * TOKENS
             return texts, f"prompt {number}"
 
         async def chat(number: int) -> tuple[list[str], str]:
-            nonlocal begun
             text, roles, ends = "", 0, 0
             async for chunk in await client.chat.completions.create(
                 model="tiny",
@@ -94,9 +92,10 @@ async def test_streams_go_on_at_another_router_when_theirs_ends(end: signal.Sign
                 stream=True,
                 max_tokens=TOKENS,
             ):
-                begun += not text
                 (choice,) = chunk.choices
                 text += choice.delta.content or ""
+                if text:
+                    begun.add(number)
                 roles += choice.delta.role is not None
                 ends += choice.finish_reason is not None
             assert (roles, ends) == (1, 1)
@@ -105,9 +104,8 @@ async def test_streams_go_on_at_another_router_when_theirs_ends(end: signal.Sign
         kinds = (completion, chat)
         streams = [asyncio.ensure_future(kinds[at % 2](at)) for at in range(STREAMS)]
         async with asyncio.timeout(60):
-            while begun < STREAMS:
+            while len(begun) < STREAMS:
                 await asyncio.sleep(0.01)
-        assert not any(stream.done() for stream in streams)
         process.send_signal(end)
         async with asyncio.timeout(120):
             for texts, prompt in await asyncio.gather(*streams):
@@ -115,7 +113,7 @@ async def test_streams_go_on_at_another_router_when_theirs_ends(end: signal.Sign
                 request = Request("r", tuple(prompt.encode()), sampling)
                 for child, text in enumerate(texts):
                     assert text == text_of(expected_tokens(request, child))
-        assert counting.resumed > STREAMS // 2
+        assert counting.resumed >= STREAMS
         assert await process.wait() == (-signal.SIGKILL if end == signal.SIGKILL else 0)
 
 
