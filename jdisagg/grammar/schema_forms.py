@@ -12,6 +12,7 @@ out (`left_out`)."""
 
 import functools
 import json
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from decimal import Decimal
@@ -44,6 +45,7 @@ _OF_NUMBERS = ("const", "enum", *_BOUNDS, "exclusiveMinimum", "exclusiveMaximum"
     for what in ("Length", "Items", "Properties", "Contains")
     for least in ("min", "max")
 )
+_NEGATED = re.compile(r"(\\.)|\[\^(?!\])")  # an escape, or the beginning of a class such as [^"]
 _LARGEST = 2**53
 MOST_CHARACTERS = 512
 # Values with which a keyword has no effect.
@@ -213,7 +215,11 @@ def _rewritten(schema: object, place: _Place) -> object:
             value = [_rewritten(one, place.within(f"{name}[{at}]")) for at, one in enumerate(value)]
         elif name in _OF_ONE:
             value = _rewritten(value, place.within(name))
-        if name not in _ANNOTATIONS and (name != "pattern" or place.pattern(name, value)):
+        if name == "pattern":
+            if not place.pattern(name, value):
+                continue
+            value = _without_quotes(value)
+        if name not in _ANNOTATIONS:
             made[name] = value
     _name_patterns(made, place)
     for name in [name for name in made if _without_effect(name, made)]:
@@ -234,11 +240,21 @@ def _name_patterns(schema: Json, place: _Place) -> None:
         for at, pattern in enumerate(given)
         if not place.pattern(f"patternProperties[{at}]", pattern)
     ]
+    schema["patternProperties"] = {
+        _without_quotes(key): given[key] for key in given if key not in left_out
+    }
     if left_out:
         also = schema.get("additionalProperties", True)
         values = [given[pattern] for pattern in left_out] + [also] * (also is not False)
-        schema["patternProperties"] = {key: given[key] for key in given if key not in left_out}
         schema["additionalProperties"] = {"anyOf": values}
+
+
+def _without_quotes(pattern: object) -> object:
+    """Excludes U+001F from classes such as `[^"]`. llguidance lets escaped quotation marks and
+    backslashes through wherever a class has all control characters."""
+    if not isinstance(pattern, str):
+        return pattern
+    return _NEGATED.sub(lambda found: found[1] or r"[^\x1f-\x1f", pattern)
 
 
 def _without_effect(name: str, schema: Json) -> bool:

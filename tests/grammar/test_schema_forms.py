@@ -3,6 +3,7 @@ another form is enforced, and what cannot be enforced is refused."""
 
 import itertools
 import json
+import re
 from typing import Any
 
 import pytest
@@ -188,6 +189,26 @@ async def test_a_pattern_that_cannot_be_enforced_is_refused_by_path_and_reason(
     with pytest.raises(InvalidRequestError) as refused:
         await COMPILER.admit(Grammar(GrammarKind.JSON_SCHEMA, json.dumps(schema)), seconds(60))
     assert f"{path}: the pattern" in refused.value.message and reason in refused.value.message
+
+
+def test_a_class_without_quotes_and_backslashes_lets_none_through() -> None:
+    wrong = []
+    for pattern in (r"^[^\"\\]*$", r"[^\"]$", r'^[^-"]$', r"^[^\n\"\\x]+$", r"^\[[^\s:,\\]*\]$"):
+        text = Grammar(GrammarKind.JSON_SCHEMA, json.dumps({**TEXT, "pattern": pattern}))
+        named = {
+            "type": "object",
+            "patternProperties": {pattern: {}},
+            "additionalProperties": False,
+        }
+        name = Grammar(GrammarKind.JSON_SCHEMA, json.dumps(named))
+        for value in ('"', "\\", "-", "a", "\t", "é", 'a"', "a\\", '[a"]', "[a\\]", "[é]"):
+            fits, given = (
+                re.search(pattern, value) is not None,
+                json.dumps(value, ensure_ascii=False),
+            )
+            if (bool(ends(text, given)), bool(ends(name, f"{{{given}:1}}"))) != (fits, fits):
+                wrong.append((pattern, value))
+    assert not wrong
 
 
 def test_names_with_a_pattern_that_is_left_out_may_have_its_values() -> None:
