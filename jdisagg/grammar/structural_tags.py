@@ -175,7 +175,7 @@ def regex_literal(pattern: str) -> str:
 
 
 def quoted(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False)
+    return json.dumps(text)
 
 
 def _text(part: Json, name: str, where: str, *, empty: bool = False) -> str:
