@@ -320,4 +320,7 @@ def _or_null(schema: Json) -> Json:
     if schema.get("nullable") is not True:
         return schema
     kept = {name: value for name, value in schema.items() if name != "nullable"}
+    kind = kept.get("type")
+    if isinstance(kind, str) and not any(name in kept for name in ("enum", "const", *_COMBINING)):
+        return {**kept, "type": [kind, "null"]}  # references to parts of the schema stay valid
     return {"anyOf": [kept, {"type": "null"}]} if kept else {}

@@ -58,6 +58,17 @@ SCHEMAS: list[tuple[dict[str, Any], str, str]] = [
         '[null,"x"]',
         "[1",
     ),
+    (
+        {
+            "type": "object",
+            "properties": {
+                "a": {"type": "array", "items": AB, "nullable": True},
+                "b": {"$ref": "#/properties/a/items"},
+            },
+        },
+        '{"a":null,"b":"a"}',
+        '{"b":n',
+    ),
     ({**TEXT, "nullable": False}, '"x"', "n"),
     ({"$schema": "https://example.com/mine", **TEXT}, '"x"', "1"),
     (
