@@ -45,7 +45,10 @@ _OF_NUMBERS = ("const", "enum", *_BOUNDS, "exclusiveMinimum", "exclusiveMaximum"
     for what in ("Length", "Items", "Properties", "Contains")
     for least in ("min", "max")
 )
-_NEGATED = re.compile(r"(\\.)|\[\^(?!\])")  # an escape, or the beginning of a class such as [^"]
+_CLASS = re.compile(r"(\\.)|\[(\^?)((?:\\.|[^\]\\])+)\]")  # an escape, or a class such as [^"]
+_SPECIAL = re.compile(
+    r"(\\.)|(\[(?!:)|&(?=&)|~(?=~))"
+)  # an escape, or Rust's syntax of nested classes
 _LARGEST = 2**53
 MOST_CHARACTERS = 512
 # Values with which a keyword has no effect.
@@ -95,7 +98,7 @@ class _Place:
 
     def pattern(self, name: str, pattern: object) -> bool:
         """Returns whether a pattern can be enforced. `name` is the path of its keyword."""
-        fault = pattern_fault(pattern) if isinstance(pattern, str) else ""
+        fault = pattern_fault(_for_rust(pattern)) if isinstance(pattern, str) else ""
         if fault and self.left_out is None:
             raise SchemaError(
                 f"{self.path}{name}: the pattern {pattern!r:.100} cannot be enforced: {fault};"
@@ -218,7 +221,7 @@ def _rewritten(schema: object, place: _Place) -> object:
         if name == "pattern":
             if not place.pattern(name, value):
                 continue
-            value = _without_quotes(value)
+            value = _for_rust(value) if isinstance(value, str) else value
         if name not in _ANNOTATIONS:
             made[name] = value
     _name_patterns(made, place)
@@ -241,7 +244,7 @@ def _name_patterns(schema: Json, place: _Place) -> None:
         if not place.pattern(f"patternProperties[{at}]", pattern)
     ]
     schema["patternProperties"] = {
-        _without_quotes(key): given[key] for key in given if key not in left_out
+        _for_rust(key): given[key] for key in given if key not in left_out
     }
     if left_out:
         also = schema.get("additionalProperties", True)
@@ -249,12 +252,19 @@ def _name_patterns(schema: Json, place: _Place) -> None:
         schema["additionalProperties"] = {"anyOf": values}
 
 
-def _without_quotes(pattern: object) -> object:
-    """Excludes U+001F from classes such as `[^"]`. llguidance lets escaped quotation marks and
+def _for_rust(pattern: str) -> str:
+    """Returns a pattern in the syntax of llguidance's regexes, in which classes may be nested.
+
+    Excludes U+001F from classes such as `[^"]`. llguidance lets escaped quotation marks and
     backslashes through wherever a class has all control characters."""
-    if not isinstance(pattern, str):
-        return pattern
-    return _NEGATED.sub(lambda found: found[1] or r"[^\x1f-\x1f", pattern)
+
+    def of_class(found: re.Match[str]) -> str:
+        if found[1]:
+            return found[1]
+        inner = _SPECIAL.sub(lambda one: one[1] or f"\\{one[2]}", found[3])
+        return rf"[^\x1f-\x1f{inner}]" if found[2] else f"[{inner}]"
+
+    return _CLASS.sub(of_class, pattern)
 
 
 def _without_effect(name: str, schema: Json) -> bool:

@@ -202,6 +202,22 @@ async def test_a_pattern_that_cannot_be_enforced_is_refused_by_path_and_reason(
     assert f"{path}: the pattern" in refused.value.message and reason in refused.value.message
 
 
+def test_a_bracket_within_a_class_is_a_character() -> None:
+    patterns = {
+        r"^[^[\]]$": ["x", "a", "&", "~"],
+        r"^[[x]$": ["[", "x"],
+        r"^[\[&&x]$": ["[", "x", "&"],
+        r"^[a[~~x]\]$": ["x]", "[]", "~]", "a]"],
+        r"^[[:alpha:]]$": ["x", "a"],
+    }
+    found: dict[str, list[str]] = {}
+    for pattern in patterns:
+        grammar = Grammar(GrammarKind.JSON_SCHEMA, json.dumps({**TEXT, "pattern": pattern}))
+        values = ("[", "]", "x", "a", "&", "~", "x]", "[]", "~]", "a]")
+        found[pattern] = [value for value in values if ends(grammar, json.dumps(value))]
+    assert found == patterns
+
+
 def test_a_class_without_quotes_and_backslashes_lets_none_through() -> None:
     wrong = []
     for pattern in (r"^[^\"\\]*$", r"[^\"]$", r'^[^-"]$', r"^[^\n\"\\x]+$", r"^\[[^\s:,\\]*\]$"):
