@@ -7,11 +7,15 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from jdisagg.errors import ConfigError
+from jdisagg.observe import foreign_lines
 from jdisagg.observe.logs import OURS, configure_logging
+
+FULL = Path("/dev/full")
 
 
 @pytest.fixture
@@ -134,3 +138,13 @@ def test_whatever_a_process_writes_is_json_its_last_words_too() -> None:
     assert (out["message"], out["logger"], out["level"]) == ("ready", "stdout", "INFO")
     assert messages["error: it broke"]["level"] == "ERROR"
     assert {"printed", "compiling:   3%|", "compiling:  90%|", "last words"} <= set(messages)
+
+
+@pytest.mark.skipif(not FULL.exists(), reason="/dev/full")
+def test_what_turns_lines_into_json_outlives_a_full_disk() -> None:
+    with FULL.open("w") as full:
+        command = [sys.executable, "-I", "-S", foreign_lines.__file__, "p", "stderr"]
+        ended = subprocess.run(
+            command, input=b"one\ntwo\n", stdout=full, stderr=subprocess.PIPE, check=False
+        )
+    assert (ended.returncode, ended.stderr) == (0, b"")
