@@ -84,6 +84,12 @@ def test_text_names_process_request_and_fields(root: logging.Logger) -> None:
     assert "WARNING decode-0/decode [r1] pull failed  offer=7" in text
 
 
+def test_an_id_that_a_client_chose_forges_no_line(root: logging.Logger) -> None:
+    chosen = {"request_id": "a\n12:00:00 ERROR", "session": "b\x1b[2J é"}
+    (line,) = logged("text", "ended", extra=chosen).splitlines()
+    assert line.endswith(r"[a\n12:00:00 ERROR] ended  session=b\x1b[2J é")
+
+
 def test_other_handlers_go(root: logging.Logger) -> None:
     logging.getLogger().addHandler(logging.NullHandler())
     handler = configure_logging("json", "p", stream=io.StringIO())
