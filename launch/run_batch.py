@@ -121,10 +121,14 @@ async def _engine() -> AsyncIterator[tuple[Answer, int]]:
         await deployment.stop()
 
 
+def base_url(target: str, tls: bool) -> str:
+    base = target if "://" in target else f"{'https' if tls else 'http'}://{target}"
+    return base.rstrip("/").removesuffix("/v1")
+
+
 @contextlib.asynccontextmanager
 async def _remote() -> AsyncIterator[tuple[Answer, int]]:
-    base = flags.target if "://" in flags.target else f"http://{flags.target}"
-    base = base.rstrip("/").removesuffix("/v1")
+    base = base_url(flags.target, tls=bool(flags.authority))
     headers = {"content-type": "application/json"}
     if flags.token_file:
         headers["authorization"] = f"Bearer {first_token(flags.token_file)}"
