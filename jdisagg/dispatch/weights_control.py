@@ -165,7 +165,7 @@ class WeightsControl:
         """Loads the weights of the last update into workers that lack them. After a failure, a
         worker is tried again after a wait that doubles with each failure. Ends when another router
         has updated the workers: that router's weights are newer."""
-        wanted, ports = self._wanted, self._ports
+        wanted, ports = self._wanted, dict(self._ports)
         if wanted is None or self._changing.locked() or self._path.cluster.statuses is None:
             return
         statuses, now = self._path.cluster.statuses(), self._clock.now()

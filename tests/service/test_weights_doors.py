@@ -351,3 +351,21 @@ async def test_a_late_worker_that_fails_to_commit_reads_the_weights_again_only_a
     for _ in range(3):
         await control.catch_up()
     assert sum(isinstance(call, StageCall) for call in served.prefill.calls) == 1
+
+
+async def test_a_late_worker_that_leaves_while_another_one_reads_does_not_end_the_catching_up(
+    served: Served,
+) -> None:
+    control, _ = watching(served)
+    await control.update("/one", "1")
+    served.prefill.weights = served.decode.weights = ""
+    ports, stage = served.path.cluster.weights, served.decode.stage_weights
+    assert isinstance(ports, dict)
+
+    async def alone(call: StageCall) -> StagedWeights:
+        ports.pop("p", None)
+        return await stage(call)
+
+    served.decode.stage_weights = alone
+    await control.catch_up()
+    assert served.decode.weights == "1@f00/one"
