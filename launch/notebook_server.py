@@ -23,7 +23,8 @@ START_SECONDS = 1800.0  # includes compilation on the first start
 STOP_SECONDS = 30.0
 LAST_LINES = 12
 
-_READY = re.compile(r"jdisagg serves (\S+) .* on (\S+) and (https?://\S+)$")
+# With --log_format=json, the line is a part of an object.
+_READY = re.compile(r"jdisagg serves (.+) \(\w+\) on (\S+) and (https?://[^\s\"]+)")
 
 
 class NotebookServer:

@@ -54,7 +54,7 @@ def main() -> None:
         read_config(flags.config_file, RouterProcessConfig) if flags.config_file else _of_flags()
     )
     check_address(config.router.service)
-    check_ports(config.observe)
+    check_ports(config.observe, service=config.router.service)
     tokenizer = Tokenizer.from_directory(config.model)
     if flags.config_file:
         start_logging(config.observe.log_format, "router")

@@ -36,11 +36,10 @@ from jdisagg.service.batch_lines import (
     read_lines,
     send_lines,
 )
-from jdisagg.service.bearer import token_of
 from jdisagg.service.http.embeddings import Embeddings
 from jdisagg.service.http.generation import HttpGeneration
 from jdisagg.service.http.inside import InsideDoor
-from jdisagg.service.internal.connection import read_secret
+from jdisagg.service.internal.connection import first_token
 from launch.console import run
 from launch.flags import ENGINE, define
 from launch.model import deployment as deployment_of
@@ -122,13 +121,17 @@ async def _engine() -> AsyncIterator[tuple[Answer, int]]:
         await deployment.stop()
 
 
+def base_url(target: str, tls: bool) -> str:
+    base = target if "://" in target else f"{'https' if tls else 'http'}://{target}"
+    return base.rstrip("/").removesuffix("/v1")
+
+
 @contextlib.asynccontextmanager
 async def _remote() -> AsyncIterator[tuple[Answer, int]]:
-    base = flags.target if "://" in flags.target else f"http://{flags.target}"
-    base = base.rstrip("/").removesuffix("/v1")
+    base = base_url(flags.target, tls=bool(flags.authority))
     headers = {"content-type": "application/json"}
     if flags.token_file:
-        headers["authorization"] = f"Bearer {token_of(_first_line(flags.token_file))}"
+        headers["authorization"] = f"Bearer {first_token(flags.token_file)}"
     tls = ssl.create_default_context(cafile=flags.authority or None)
 
     def post(line: BatchLine) -> BatchReply:
@@ -151,10 +154,6 @@ async def _remote() -> AsyncIterator[tuple[Answer, int]]:
             return await loop.run_in_executor(threads, post, line)
 
         yield answer, at_once
-
-
-def _first_line(token_file: str) -> str:
-    return read_secret(token_file).decode().strip().partition("\n")[0].strip()
 
 
 if __name__ == "__main__":

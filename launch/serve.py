@@ -43,7 +43,7 @@ def main() -> None:
     config = engine_config(flags)
     check_address(config.service)
     observe = replace(observe_config(flags), metrics=config.service.http_port is not None)
-    check_ports(observe)
+    check_ports(observe, service=config.service)
     prepare_engine(config, flags.devices)
     log = DecisionLog(flags.decision_log) if flags.decision_log else contextlib.nullcontext()
     with log as decisions:

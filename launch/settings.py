@@ -12,7 +12,13 @@ from typing import Any
 from jdisagg.config import EngineConfig, ObserveConfig
 from jdisagg.node.accelerators import accelerators_of_host
 from jdisagg.node.gpus import parse_gpus
-from jdisagg.node.recipes import BOTH_SIDES, for_accelerators, load_recipe, of_both_sides
+from jdisagg.node.recipes import (
+    BOTH_SIDES,
+    for_accelerators,
+    load_recipe,
+    of_both_sides,
+    recipe_sets,
+)
 from jdisagg.router.elastic import ElasticConfig
 from jdisagg.service.client.administration import Administration
 from jdisagg.service.internal.connection import Credentials
@@ -53,7 +59,11 @@ def engine_config(
     said = given.given()
     if said.get("http_port") == -1:
         said["http_port"] = None
-    elif "http_port" in given.names and recipe.service.http_port is None:
+    elif (
+        "http_port" in given.names
+        and recipe.service.http_port is None
+        and ("http_port" in said or not recipe_sets(given.config, "service.http_port"))
+    ):
         said["http_port"] = given.http_port
     if "model" in said:
         said["model"] = str(local_model(str(said["model"]), given.revision, weights))

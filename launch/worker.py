@@ -37,7 +37,7 @@ from jdisagg.node.run_files import ProcessPlace, WorkerProcessConfig, read_confi
 from jdisagg.node.signals import end_at_once
 from jdisagg.node.worker_process import join, run_worker
 from jdisagg.observe.logs import say, start_logging
-from jdisagg.observe.process import observing
+from jdisagg.observe.process import check_ports, observing
 from jdisagg.service.certificate import check_certificate
 from jdisagg.service.server import check_address
 from jdisagg.supervisor.supervisor import EXIT_BROKEN, EXIT_CONFIG
@@ -82,6 +82,8 @@ def main() -> None:
             config.worker.limits.timeouts.instance,
             config.worker.service.called_host,
         )
+        if group.leads:
+            check_ports(config.observe, service=worker.service)
         start_logging(config.observe.log_format, config.name)
         status = asyncio.run(_run(config, group))
         if status == 0:

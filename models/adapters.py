@@ -53,9 +53,10 @@ class _Found:
         self._directory, self._size, self._model = directory, size, model
         self._config: PeftConfig = read_peft_config(directory)
         renames = (*_TEXT, *RENAMED.get(model.config.family, ()))
-        self._factors = {
-            renamed(name, renames): each for name, each in read_factors(directory).items()
-        }
+        stored = read_factors(directory)
+        # Names of the modules in the adapter's files, which its patterns refer to.
+        self._stated = {renamed(name, renames): name for name in stored}
+        self._factors = {name: stored[stated] for name, stated in self._stated.items()}
         self._shapes = {f"{name}.weight": _shape(each) for name, each in self._factors.items()}
         self._used: set[str] = set()
 
@@ -94,9 +95,10 @@ class _Found:
             return
         name, needed = source.name.removesuffix(".weight"), source.needs()[source.name]
         each = self._take(name, needed)
-        rank = self._checked_rank(name, each.a.shape[0], self._config.rank_of(name))
+        stated = self._stated[name]
+        rank = self._checked_rank(name, each.a.shape[0], self._config.rank_of(stated))
         b_RO = source.read(lambda _, part: each.b[part], (slice(0, rank), slice(0, out)))
-        yield (*path, "adapter"), (each.a.T, self._scaled(b_RO, name))
+        yield (*path, "adapter"), (each.a.T, self._scaled(b_RO, stated))
 
     def _of_experts(
         self, prefix: str, path: ModulePath, module: SparseMLP
@@ -110,10 +112,10 @@ class _Found:
             if name not in self._factors or module.gate is None:
                 continue
             if _shape(self._factors[name]) == (into, out):
-                pair = self._of_all_experts(name, prefix, _DOWN, experts, (into, out))
+                pair = self._of_all_experts(name, _DOWN, experts, (into, out))
                 yield (*path, "down_adapter"), pair
             else:
-                a, b = self._of_all_experts(name, prefix, _GATE_UP, experts, (2 * out, into))
+                a, b = self._of_all_experts(name, _GATE_UP, experts, (2 * out, into))
                 yield (*path, "gate_adapter"), (a, b[:, :, :out])
                 yield (*path, "up_adapter"), (a, b[:, :, out:])
 
@@ -131,23 +133,23 @@ class _Found:
             a = np.zeros((experts, shape[1], self._size.rank), np.float32)
             b = np.zeros((experts, self._size.rank, shape[0]), np.float32)
             for number, name in some.items():
-                each = self._take(name, shape)
-                rank = self._checked_rank(name, each.a.shape[0], self._config.rank_of(name))
+                each, stated = self._take(name, shape), self._stated[name]
+                rank = self._checked_rank(name, each.a.shape[0], self._config.rank_of(stated))
                 a[number, :, :rank] = each.a.T
-                b[number, :rank] = self._scaled(each.b.T, name)
+                b[number, :rank] = self._scaled(each.b.T, stated)
             return a, b
         return None
 
     def _of_all_experts(
-        self, name: str, prefix: str, parameter: str, experts: int, shape: tuple[int, int]
+        self, name: str, parameter: str, experts: int, shape: tuple[int, int]
     ) -> Pair:
-        named = f"{prefix}mlp.experts.{parameter}"
+        stated = f"{self._stated[name].removesuffix('.base_layer')}.{parameter}"
         each = self._take(name, shape)
         whole, left = divmod(each.a.shape[0], experts)
-        rank = self._checked_rank(name, whole, self._config.rank_of(named) if not left else -1)
+        rank = self._checked_rank(name, whole, self._config.rank_of(stated) if not left else -1)
         a_ERI = each.a.reshape(experts, rank, -1)
         b_ORE = each.b.reshape(-1, rank, experts)
-        return a_ERI.transpose(0, 2, 1), self._scaled(b_ORE.transpose(2, 1, 0), named)
+        return a_ERI.transpose(0, 2, 1), self._scaled(b_ORE.transpose(2, 1, 0), stated)
 
     def _take(self, name: str, needed: tuple[int, ...]) -> StoredFactors:
         each = self._factors[name]
@@ -173,8 +175,8 @@ class _Found:
             )
         return rank
 
-    def _scaled(self, b: np.ndarray, name: str) -> np.ndarray:
-        return np.asarray(b, np.float32) * np.float32(self._config.scale_of(name))
+    def _scaled(self, b: np.ndarray, stated: str) -> np.ndarray:
+        return np.asarray(b, np.float32) * np.float32(self._config.scale_of(stated))
 
     def _error(self, what: str, remedy: str) -> InvalidRequestError:
         return InvalidRequestError(f"adapter {self._directory.name!r}: {what}; {remedy}")

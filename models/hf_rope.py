@@ -31,8 +31,6 @@ def read_rope(hf: HfConfig, head_dim: int, context: int, defaults: FamilyDefault
     field = "rope_scaling" if hf.raw("rope_scaling") else "rope_parameters"
     hf.raw("rope_parameters")
     given = hf.raw(field) or {}
-    if not isinstance(given, dict):
-        raise hf.error(field, "must be an object", "correct it")
     return rope_of(hf, field, given, head_dim, context, defaults)
 
 
@@ -63,15 +61,13 @@ def ropes_by_kind(
 
 
 def rope_of(
-    hf: HfConfig,
-    field: str,
-    given: Mapping[str, object],
-    head_dim: int,
-    context: int,
-    defaults: FamilyDefaults,
+    hf: HfConfig, field: str, given: object, head_dim: int, context: int, defaults: FamilyDefaults
 ) -> Rope:
     def wrong(rule: str, remedy: str = "correct it") -> CheckpointError:
         return CheckpointError(f"{hf.where}: {field} {rule}; {remedy}")
+
+    if not isinstance(given, dict):
+        raise wrong(f"must be an object, got {short(given)}")
 
     def number(key: str, default: float | None = None) -> float:
         return checked_number(given.get(key), default, f"{field}.{key}", hf.where)

@@ -213,6 +213,13 @@ def _paired(
                 f"module {module!r} needs lora_A [r, in] and lora_B [out, r], got {shapes}",
                 "save the adapter again",
             )
+        if not (np.isfinite(a).all() and np.isfinite(b).all()):
+            # One product covers all slots (`ops/adapters.py`), where 0 times NaN is NaN.
+            raise _error(
+                directory,
+                f"module {module!r} has factors that are not finite",
+                "train it again, since they would spoil the answers of other adapters",
+            )
         yield module, StoredFactors(a, b)
 
 

@@ -12,6 +12,7 @@ import re
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from decimal import Decimal
 from typing import NoReturn
 
 import msgspec
@@ -119,8 +120,8 @@ def _read(bare: str, types: Types | None) -> str | None:
     kind = _json_type(bare)
     if kind is not None and (types is None or _fits(kind, types)):
         return bare
-    if kind == "number" and types and "integer" in types and float(bare).is_integer():
-        return str(int(float(bare)))
+    if kind == "number" and types and "integer" in types and (whole := _whole(bare)):
+        return whole
     if kind is None and bare[:1] in ("{", "[") and (made := _with_breaks(bare)) is not None:
         return made if _fits(_BY_FIRST[bare[0]], types or _CONTAINERS) else None
     return from_python(bare, types) if kind is None else None
@@ -142,6 +143,14 @@ def _json_type(bare: str) -> str | None:
         return None
     number = "integer" if _INTEGER.fullmatch(bare) else "number"
     return _BY_FIRST.get(bare[0], number)
+
+
+def _whole(number: str) -> str | None:
+    """Returns a number without a fraction, such as 1e3, as an integer. Returns None for others."""
+    near = float(number)
+    if not near.is_integer():
+        return None
+    return str(int(near if abs(near) < 2**53 else Decimal(number)))
 
 
 def _fits(kind: str, types: Types) -> bool:
@@ -181,8 +190,8 @@ def from_python(bare: str, types: Types | None) -> str | None:
     kind = _type_of(value)
     if types is None:
         return made if kind in ("object", "array", "boolean", "null") else None
-    if kind == "number" and "integer" in types and float(made).is_integer():
-        return str(int(float(made)))
+    if kind == "number" and "integer" in types and (whole := _whole(made)):
+        return whole
     return made if kind != "string" and _fits(kind, types) else None
 
 

@@ -49,7 +49,7 @@ def _read(text: str) -> object:
 
 def _completed(text: str) -> Json:
     open_ends: list[str] = []
-    cuts: deque[tuple[str, str]] = deque(maxlen=_MOST_CUTS)  # text up to a member, and its end
+    cuts: deque[tuple[int, str]] = deque(maxlen=_MOST_CUTS)  # where a member ends, and its end
     in_string = escaped = False
     for at, character in enumerate(text):
         if in_string:
@@ -59,19 +59,19 @@ def _completed(text: str) -> Json:
             in_string = True
         elif character in _CLOSING and len(open_ends) < _DEEPEST:
             open_ends.append(_CLOSING[character])
-            cuts.append((text[: at + 1], _end(open_ends)))
+            cuts.append((at + 1, _end(open_ends)))
         elif character in "}]" and open_ends and open_ends[-1] == character:
             open_ends.pop()
         elif character == ",":
-            cuts.append((text[:at], _end(open_ends)))
+            cuts.append((at, _end(open_ends)))
         elif character in "{}[]":  # too deep, or brackets that do not match
             break
     else:
-        whole = _ESCAPE.sub("", text) + '"' if in_string else text
-        cuts.append((whole, _end(open_ends)))
-    for begin, end in reversed(cuts):
+        text = _ESCAPE.sub("", text) + '"' if in_string else text
+        cuts.append((len(text), _end(open_ends)))
+    for at, end in reversed(cuts):
         try:
-            value = _decoder.decode(begin + end)
+            value = _decoder.decode(text[:at] + end)
         except (ValueError, RecursionError):
             continue
         if isinstance(value, dict):

@@ -205,6 +205,9 @@ class DeepSeekTaggedParser(MiniMaxParser):
         text = 'string="true' in attribute
         return name, Allowed(TEXT) if text else allowed_of(self._schema, name)
 
+    def _trimmed(self, value: str, *, first: bool, last: bool) -> str:
+        return value
+
 
 def _bare(name: str) -> str:
     return name.strip().strip("\"'")

@@ -38,6 +38,7 @@ from jdisagg.telemetry import Counters
 COMMIT_SECONDS = 60.0
 FIRST_WAIT_SECONDS, MOST_WAIT_SECONDS = 2.0, 300.0
 LONGEST_OFFER_SECONDS = 3600.0  # the longest lease of an offer
+SETTLED_SECONDS = 5.0  # after a commit, no status from before it comes any more
 T = TypeVar("T")
 _log = logging.getLogger(__name__)
 
@@ -68,6 +69,8 @@ class WeightsControl:
         self._changing = asyncio.Lock()
         self._wanted: StageCall | None = None
         self._identity = ""
+        self._updated: set[str] = set()  # workers that committed `_identity`, and when
+        self._updated_at = 0.0
         self._waits: dict[str, _Wait] = {}
 
     @property
@@ -160,11 +163,19 @@ class WeightsControl:
 
     async def catch_up(self) -> None:
         """Loads the weights of the last update into workers that lack them. After a failure, a
-        worker is tried again after a wait that doubles with each failure."""
-        wanted, ports = self._wanted, self._ports
+        worker is tried again after a wait that doubles with each failure. Ends when another router
+        has updated the workers: that router's weights are newer."""
+        wanted, ports = self._wanted, dict(self._ports)
         if wanted is None or self._changing.locked() or self._path.cluster.statuses is None:
             return
         statuses, now = self._path.cluster.statuses(), self._clock.now()
+        # A worker that restarts has "" again, its initial weights.
+        others = {one.name for one in statuses if one.weights not in ("", self._identity)}
+        if others & self._updated:
+            if now - self._updated_at >= SETTLED_SECONDS:
+                _log.info("weights %s: another router has updated the workers", self._identity)
+                self._wanted = None
+            return
         late = [
             one.name
             for one in statuses
@@ -206,7 +217,10 @@ class WeightsControl:
             async with self._asleep(some if short else {}, seconds):
                 staged = await self._stage(some, call) if short else staged
                 if _one_identity(call.folder, staged) == self._identity:
-                    await self._commit(some, CommitCall(self._identity))
+                    done, failed = await self._commit(some, CommitCall(self._identity))
+                    if failed:
+                        raise UnavailableError(failed[0])
+                    self._committed(done)
                     return
             await self._drop(some)
             raise _differs(call.folder, {self._identity, *(one.weights for one in staged.values())})
@@ -274,7 +288,13 @@ class WeightsControl:
         done, failed = await self._commit(ports, commit)
         if done:
             self._wanted, self._identity, self._waits = call, commit.weights, {}
+            self._updated = set()
+            self._committed(done)
         return done, failed
+
+    def _committed(self, names: list[str]) -> None:
+        self._updated.update(names)
+        self._updated_at = self._clock.now()
 
     async def _commit(
         self, ports: Mapping[str, WeightsPort], call: CommitCall

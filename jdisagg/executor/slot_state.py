@@ -16,7 +16,7 @@ import numpy as np
 from jdisagg.messages.step_commands import SampleSpec
 from jdisagg.ops.logit_shaping import ShapingRows, token_counts
 from jdisagg.ops.sampling import SamplingRows
-from jdisagg.request import MAX_EOS_IDS, MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS, SamplingParams
+from jdisagg.request import INT32, MAX_EOS_IDS, MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS, SamplingParams
 
 STOP_COLUMNS = MAX_STOP_TOKEN_IDS + MAX_EOS_IDS  # the caller's and the model's own
 _LIMIT, _TOP_K, _SEED, _CHILD, _MIN_POSITION, _STATE, _SHIFT = 0, 1, 2, 4, 5, 6, 7
@@ -59,7 +59,7 @@ class RowFormat:
         """Fills one slot's rows `ints` [I] and `floats` [F] in place."""
         params = spec.sampling
         # With a grammar, the grammar's mask determines when stop ids are allowed.
-        min_position = spec.min_position if params.grammar is None else 0
+        min_position = min(spec.min_position, INT32) if params.grammar is None else 0
         features = _features(params)
         ints[:_TABLE] = limit, params.top_k, 0, 0, spec.child, min_position, state, shift, features
         ints[_SEED : _SEED + 2] = np.array(

@@ -26,6 +26,7 @@ from jdisagg.errors import DeadlineExceededError, InvalidRequestError, Overloade
 from jdisagg.grammar.json_blanks import WHITESPACE, says_itself
 from jdisagg.grammar.matcher import Endings, TokenMatcher, mask_words
 from jdisagg.grammar.schema_forms import for_llguidance, reason_of
+from jdisagg.grammar.structural_tags import quoted
 from jdisagg.grammar.thought import ThoughtTracker
 from jdisagg.grammar.trial import MEMORY_BYTES, PROCESSOR_SECONDS, limits, vocabulary_of
 from jdisagg.request import Grammar, GrammarKind, SamplingParams
@@ -294,8 +295,9 @@ def _as_llguidance(grammar: Grammar) -> str:
             return llguidance.LLMatcher.grammar_from_regex(grammar.text)
         case GrammarKind.CHOICE:
             choices = msgspec.json.decode(grammar.text, type=list[str])
-            quoted = [msgspec.json.encode(choice).decode() for choice in choices]
-            return llguidance.LLMatcher.grammar_from_lark(f"start: {' | '.join(quoted)}")
+            return llguidance.LLMatcher.grammar_from_lark(
+                f"start: {' | '.join(map(quoted, choices))}"
+            )
         case GrammarKind.LARK:
             return llguidance.LLMatcher.grammar_from_lark(grammar.text)
 

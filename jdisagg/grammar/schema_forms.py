@@ -12,6 +12,7 @@ out (`left_out`)."""
 
 import functools
 import json
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from decimal import Decimal
@@ -44,6 +45,10 @@ _OF_NUMBERS = ("const", "enum", *_BOUNDS, "exclusiveMinimum", "exclusiveMaximum"
     for what in ("Length", "Items", "Properties", "Contains")
     for least in ("min", "max")
 )
+_CLASS = re.compile(r"(\\.)|\[(\^?)((?:\\.|[^\]\\])+)\]")  # an escape, or a class such as [^"]
+_SPECIAL = re.compile(
+    r"(\\.)|(\[(?!:)|&(?=&)|~(?=~))"
+)  # an escape, or Rust's syntax of nested classes
 _LARGEST = 2**53
 MOST_CHARACTERS = 512
 # Values with which a keyword has no effect.
@@ -93,7 +98,7 @@ class _Place:
 
     def pattern(self, name: str, pattern: object) -> bool:
         """Returns whether a pattern can be enforced. `name` is the path of its keyword."""
-        fault = pattern_fault(pattern) if isinstance(pattern, str) else ""
+        fault = pattern_fault(_for_rust(pattern)) if isinstance(pattern, str) else ""
         if fault and self.left_out is None:
             raise SchemaError(
                 f"{self.path}{name}: the pattern {pattern!r:.100} cannot be enforced: {fault};"
@@ -213,7 +218,11 @@ def _rewritten(schema: object, place: _Place) -> object:
             value = [_rewritten(one, place.within(f"{name}[{at}]")) for at, one in enumerate(value)]
         elif name in _OF_ONE:
             value = _rewritten(value, place.within(name))
-        if name not in _ANNOTATIONS and (name != "pattern" or place.pattern(name, value)):
+        if name == "pattern":
+            if not place.pattern(name, value):
+                continue
+            value = _for_rust(value) if isinstance(value, str) else value
+        if name not in _ANNOTATIONS:
             made[name] = value
     _name_patterns(made, place)
     for name in [name for name in made if _without_effect(name, made)]:
@@ -234,11 +243,28 @@ def _name_patterns(schema: Json, place: _Place) -> None:
         for at, pattern in enumerate(given)
         if not place.pattern(f"patternProperties[{at}]", pattern)
     ]
+    schema["patternProperties"] = {
+        _for_rust(key): given[key] for key in given if key not in left_out
+    }
     if left_out:
         also = schema.get("additionalProperties", True)
         values = [given[pattern] for pattern in left_out] + [also] * (also is not False)
-        schema["patternProperties"] = {key: given[key] for key in given if key not in left_out}
         schema["additionalProperties"] = {"anyOf": values}
+
+
+def _for_rust(pattern: str) -> str:
+    """Returns a pattern in the syntax of llguidance's regexes, in which classes may be nested.
+
+    Excludes U+001F from classes such as `[^"]`. llguidance lets escaped quotation marks and
+    backslashes through wherever a class has all control characters."""
+
+    def of_class(found: re.Match[str]) -> str:
+        if found[1]:
+            return found[1]
+        inner = _SPECIAL.sub(lambda one: one[1] or f"\\{one[2]}", found[3])
+        return rf"[^\x1f-\x1f{inner}]" if found[2] else f"[{inner}]"
+
+    return _CLASS.sub(of_class, pattern)
 
 
 def _without_effect(name: str, schema: Json) -> bool:
@@ -304,4 +330,7 @@ def _or_null(schema: Json) -> Json:
     if schema.get("nullable") is not True:
         return schema
     kept = {name: value for name, value in schema.items() if name != "nullable"}
+    kind = kept.get("type")
+    if isinstance(kind, str) and not any(name in kept for name in ("enum", "const", *_COMBINING)):
+        return {**kept, "type": [kind, "null"]}  # references to parts of the schema stay valid
     return {"anyOf": [kept, {"type": "null"}]} if kept else {}

@@ -7,8 +7,8 @@ certain form.
      "structures": [{"begin": "<function=f>", "schema": {...}, "end": "</function>"}]}
 
 The newer form is {"format": F}, in which F consists of the types in `_FORMATS`. Free text ends
-where a trigger or the end of the enclosing tag is complete (llguidance's `lazy`). Free text must
-therefore be last, or be followed by a trigger or the end of a tag."""
+where a trigger, the end of the enclosing tag or a text after it is complete (llguidance's `lazy`).
+Free text must therefore be last, or be followed by one of them."""
 
 import json
 import re
@@ -33,7 +33,7 @@ def structural_lark(tag: Json) -> str:
             start = rules.of(tag["format"], "format")
         else:
             tags = {"tags": _list(tag, "structures", ""), "triggers": tag.get("triggers")}
-            start = rules.triggered(tags, "")
+            start = rules.triggered(tags, "", "")
     except RecursionError:
         raise InvalidRequestError("structural_tag is nested too deeply; simplify it") from None
     return "\n".join(("%llguidance {}", f"start: {start}", *rules.lines, TEXT))
@@ -44,7 +44,8 @@ class _Rules:
         self.lines: list[str] = []
         self._parts = 0
 
-    def of(self, part: object, where: str, *, ends: str | None = None) -> str:
+    def of(self, part: object, where: str, ends: str = "") -> str:
+        """`ends`: text after the part. Free text, and a regex, end where it is first complete."""
         self._parts += 1
         if self._parts > MOST_PARTS:
             raise InvalidRequestError(f"{where}: more than {MOST_PARTS} parts; simplify it")
@@ -55,15 +56,12 @@ class _Rules:
                 f"{where}.type must be one of {', '.join(_FORMATS)}, got {str(kind)[:80]!r}; or"
                 " send a grammar"
             )
-        found = make(self, cast(Json, part), where)
-        if kind == "any_text" and ends:
-            return self._rule(f"TEXT {quoted(ends)}", lazy=True)
-        return f"{found} {quoted(ends)}" if ends else found
+        return make(self, cast(Json, part), where, ends)
 
-    def constant(self, part: Json, where: str) -> str:
-        return quoted(_text(part, "value", where))
+    def constant(self, part: Json, where: str, ends: str) -> str:
+        return quoted(_text(part, "value", where) + ends)
 
-    def schema(self, part: Json, where: str) -> str:
+    def schema(self, part: Json, where: str, ends: str) -> str:
         schema = part.get("json_schema", part.get("schema"))
         if not isinstance(schema, dict | bool):
             raise InvalidRequestError(f"{where}.json_schema must be a JSON schema; send one")
@@ -73,42 +71,47 @@ class _Rules:
             shown = with_few(schema_for_llguidance(schema))
         except SchemaError as error:
             raise InvalidRequestError(f"{where}.json_schema.{error}") from None
-        return f"%json {json.dumps(shown)}"
+        return _then(f"%json {json.dumps(shown)}", ends)
 
-    def regex(self, part: Json, where: str) -> str:
-        return self._rule(regex_literal(_text(part, "pattern", where)), terminal=True)
+    def regex(self, part: Json, where: str, ends: str) -> str:
+        regex = self._rule(regex_literal(_text(part, "pattern", where)), terminal=True)
+        return self._until(regex, ends) if ends else regex
 
-    def text(self, part: Json, where: str) -> str:
-        return "TEXT"
+    def text(self, part: Json, where: str, ends: str) -> str:
+        return self._until("TEXT", ends) if ends else "TEXT"
 
-    def sequence(self, part: Json, where: str) -> str:
-        elements = _list(part, "elements", where)
-        for at, element in enumerate(elements[:-1]):
-            if isinstance(element, dict) and element.get("type") in ("any_text", "triggered_tags"):
+    def sequence(self, part: Json, where: str, ends: str) -> str:
+        found: list[str] = []
+        for at, element in reversed([*enumerate(_list(part, "elements", where))]):
+            name = f"{where}.elements[{at}]"
+            if isinstance(element, dict) and element.get("type") == "const_string":
+                ends = _text(element, "value", name) + ends
+                continue
+            if found and not ends and _free(element):
                 raise InvalidRequestError(
-                    f"{where}.elements[{at}] is free text before other elements, so its end is"
-                    " unknown; put it last, or into a tag with an end"
+                    f"{name} is free text before other elements, so its end is unknown; put it"
+                    " last, before a const_string, or into a tag with an end"
                 )
-        return " ".join(
-            f"({self.of(element, f'{where}.elements[{at}]')})"
-            for at, element in enumerate(elements)
-        )
+            found.append(f"({self.of(element, name, ends)})")
+            ends = ""
+        return " ".join(filter(None, (quoted(ends) if ends else "", *reversed(found))))
 
-    def either(self, part: Json, where: str) -> str:
+    def either(self, part: Json, where: str, ends: str) -> str:
         elements = _list(part, "elements", where)
-        found = [self.of(one, f"{where}.elements[{at}]") for at, one in enumerate(elements)]
+        found = [self.of(one, f"{where}.elements[{at}]", ends) for at, one in enumerate(elements)]
         return f"({' | '.join(found)})"
 
-    def tag(self, part: Json, where: str, begun: str = "") -> str:
+    def tag(self, part: Json, where: str, ends: str, begun: str = "") -> str:
         begin, end = _text(part, "begin", where), _text(part, "end", where, empty=True)
         content = part.get("content")
         if content is None and "schema" in part:
             content = {"type": "json_schema", "json_schema": part["schema"]}
         rest = begin.removeprefix(begun)
-        inner = self.of(content, f"{where}.content".lstrip("."), ends=end or None)
-        return self._rule(" ".join(filter(None, (quoted(rest) if rest else "", inner))))
+        inner = self.of(content, f"{where}.content".lstrip("."), end or ends)
+        tag = self._rule(" ".join(filter(None, (quoted(rest) if rest else "", inner))))
+        return _then(tag, ends if end else "")
 
-    def triggered(self, part: Json, where: str) -> str:
+    def triggered(self, part: Json, where: str, ends: str) -> str:
         tags, dot = _list(part, "tags", where), f"{where}." if where else ""
         triggers = part.get("triggers")
         if not isinstance(triggers, list) or not all(isinstance(one, str) for one in triggers):
@@ -123,31 +126,33 @@ class _Rules:
                     f"{name}.begin must begin with one of the triggers, got {begin[:80]!r}; add its"
                     " beginning to the triggers"
                 )
-            by_trigger.setdefault(trigger, []).append(self.tag(cast(Json, tag), name, trigger))
+            by_trigger.setdefault(trigger, []).append(self.tag(cast(Json, tag), name, "", trigger))
         called = [
-            f"{self._rule(f'TEXT {quoted(trigger)}', lazy=True)} ({' | '.join(some)})"
+            f"{self._until('TEXT', trigger)} ({' | '.join(some)})"
             for trigger, some in by_trigger.items()
         ]
-        if not called:
-            return "TEXT"
+        free = self.text(part, where, ends)
         one = self._rule(" | ".join(called))
-        last = "" if part.get("stop_after_first") is True else " TEXT"
-        if last:
-            return f"{one}{'+' if part.get('at_least_one') is True else '*'}{last}"
-        return one if part.get("at_least_one") is True else f"({one} | TEXT)"
+        if part.get("stop_after_first") is not True:
+            return f"{one}{'+' if part.get('at_least_one') is True else '*'} {free}"
+        one = _then(one, ends)
+        return one if part.get("at_least_one") is True else f"({one} | {free})"
 
-    def separated(self, part: Json, where: str) -> str:
+    def separated(self, part: Json, where: str, ends: str) -> str:
         some: list[str] = []
         for at, tag in enumerate(_list(part, "tags", where)):
             name = f"{where}.tags[{at}]"
             if not isinstance(tag, dict):
                 raise InvalidRequestError(f"{name} must be a tag; send one")
-            some.append(self.tag(tag, name))
+            some.append(self.tag(tag, name, ""))
         one = self._rule(" | ".join(some))
         separator = _text(part, "separator", where, empty=True)
         more = f" ({quoted(separator)} {one})*" if separator else f" {one}*"
         found = one if part.get("stop_after_first") is True else f"{one}{more}"
-        return found if part.get("at_least_one") is True else f"({found})?"
+        return _then(found if part.get("at_least_one") is True else f"({found})?", ends)
+
+    def _until(self, terminal: str, ends: str) -> str:
+        return self._rule(f"{terminal} {quoted(ends)}", lazy=True)
 
     def _rule(self, body: str, *, lazy: bool = False, terminal: bool = False) -> str:
         name = f"{'T' if terminal else 'r'}{len(self.lines)}"
@@ -155,7 +160,7 @@ class _Rules:
         return name
 
 
-_FORMATS: dict[str, Callable[[_Rules, Json, str], str]] = {
+_FORMATS: dict[str, Callable[[_Rules, Json, str, str], str]] = {
     "const_string": _Rules.constant,
     "json_schema": _Rules.schema,
     "regex": _Rules.regex,
@@ -168,6 +173,25 @@ _FORMATS: dict[str, Callable[[_Rules, Json, str], str]] = {
 }
 
 
+def _free(part: object) -> bool:
+    match part:
+        case {"type": "any_text" | "triggered_tags"}:
+            return True
+        case {"type": "or", "elements": [*parts]}:
+            return any(map(_free, parts))
+        case {"type": "sequence", "elements": [*_, part]} | {
+            "type": "tag",
+            "end": "",
+            "content": part,
+        }:
+            return _free(part)
+    return False
+
+
+def _then(rule: str, ends: str) -> str:
+    return f"{rule} {quoted(ends)}" if ends else rule
+
+
 def regex_literal(pattern: str) -> str:
     # An unescaped slash would end the expression.
     escaped = re.sub(r"(\\.)|/", lambda found: found[1] or "\\/", pattern.replace("\n", "\\n"))
@@ -175,7 +199,7 @@ def regex_literal(pattern: str) -> str:
 
 
 def quoted(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False)
+    return json.dumps(text)
 
 
 def _text(part: Json, name: str, where: str, *, empty: bool = False) -> str:

@@ -262,11 +262,12 @@ def plan_cluster(config: ClusterConfig, folder: Path) -> ClusterPlan:
         WorkerRole.MIXED: (shape.mixed, engine.decode.layout),
     }
     metrics = config.observe.metrics_port
-    taken = set(range(metrics, metrics + 1 + shape.instances))
-    ports = _router_ports(service.host, service.port, config.routers, taken)
+    taken = set(range(metrics, metrics + 1 + shape.instances) if metrics else ())
+    ports = _router_ports("--port", service.host, service.port, config.routers, taken)
     http_ports: list[int] = []
     if service.http_port is not None:
-        http_ports = _router_ports(service.host, service.http_port, config.routers, taken)
+        first = service.http_port
+        http_ports = _router_ports("--http_port", service.host, first, config.routers, taken)
     instances: list[InstancePlan] = []
     for role, (count, layout) in layouts.items():
         instances += plan_instances(role, count, layout, config.processes, service.host, taken)
@@ -282,8 +283,13 @@ def plan_cluster(config: ClusterConfig, folder: Path) -> ClusterPlan:
     return ClusterPlan(config, tuple(ports), tuple(instances), folder, gpus, tuple(http_ports))
 
 
-def _router_ports(host: str, first: int, count: int, taken: set[int]) -> list[int]:
+def _router_ports(flag: str, host: str, first: int, count: int, taken: set[int]) -> list[int]:
     ports = [first + index for index in range(count)] if first else free_ports(host, count, taken)
+    if both := taken.intersection(ports):
+        raise ConfigError(
+            f"{flag}={first}: port {min(both)} is needed twice; routers and metrics use one port"
+            " after the other: choose --port, --http_port and --metrics_port further apart"
+        )
     taken.update(ports)
     return ports
 

@@ -61,6 +61,12 @@ def load_recipe(path: str) -> EngineConfig:
     return config
 
 
+def recipe_sets(path: str, setting: str) -> bool:
+    """Returns whether a YAML or JSON recipe has `setting`, such as service.http_port, also if its
+    value is the default."""
+    return Path(path).suffix in DATA and setting in dict(_settings(_data(path)))
+
+
 def load_shape(path: str, mode: Mode | None = None) -> ClusterShape:
     """Returns the numbers of instances of a recipe: the result of `get_cluster()`, or its `cluster`
     fields. If the recipe has neither, returns one instance of each role that `mode` has."""

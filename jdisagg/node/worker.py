@@ -136,8 +136,9 @@ class WorkerRuntime:
         credentials = cluster_credentials(self._service)
         self._memories = Memories.of_worker(self._service.kv_channel, self._interface)
         end = self._memories.end(self._address, random_id())
-        self._link = GrpcKvLink(end, credentials)
-        self._peers = PeerPorts(credentials, state.clock, state.config.limits.timeouts.call)
+        self._times = state.config.limits.timeouts
+        self._link = GrpcKvLink(end, credentials, timeouts=self._times.transfer)
+        self._peers = PeerPorts(credentials, state.clock, self._times.call)
         self._followers: Followers | None = None
         self._tuning = ""
         # whether the mesh serves both roles, and those whose programs are compiled
@@ -156,6 +157,7 @@ class WorkerRuntime:
             host=self._interface,
             transports=TRANSPORTS,
             memories=self._memories,
+            timeouts=self._times.transfer,
         )
         self._link.deliver_to(channel)
         try:
@@ -236,7 +238,8 @@ class WorkerRuntime:
 
     async def _following(self, instance: Replica, end: KvEnd) -> int:
         group, service = self._state.group, self._service
-        server = GrpcServer((self._link.service(read_tokens(service.cluster_token_file)),), service)
+        tokens = read_tokens(service.cluster_token_file)
+        server = GrpcServer((self._link.service(tokens),), service, timeouts=self._times.call)
         await server.start()
         following = follow(
             group,
@@ -245,7 +248,7 @@ class WorkerRuntime:
             self._state.clock,
             end,
             service,
-            self._state.config.limits.timeouts.instance,
+            self._times.instance,
             EXIT_BROKEN,
         )
         # A follower ignores the first signal, because the leader drains and then stops its
@@ -259,11 +262,7 @@ class WorkerRuntime:
             None
             if alone
             else await lead(
-                state.group,
-                state.clock,
-                self._service,
-                state.config.limits.timeouts.instance,
-                EXIT_BROKEN,
+                state.group, state.clock, self._service, self._times.instance, EXIT_BROKEN
             )
         )
         self._followers = leading.followers if leading else None
@@ -305,14 +304,15 @@ class WorkerRuntime:
             self._link.service(tokens),
             worker_roles_service(state.roles, tokens),
         )
-        server = GrpcServer(services, self._service, worker.boot_id)
+        server = GrpcServer(services, self._service, worker.boot_id, timeouts=self._times.call)
         credentials = cluster_credentials(self._service)
         registration = RegistryClient(
             process.routers,
             self._card(instance, worker),
             worker.status,
             credentials,
-            kept=worker.kept_news,
+            self._times.membership,
+            worker.kept_news,
         )
         # Clean-up runs in reverse order, also after a failed start.
         async with contextlib.AsyncExitStack() as cleanup:
@@ -331,7 +331,7 @@ class WorkerRuntime:
             self._serves(worker, instance)
             status = await self._serve(worker, instance, registration)
             if status == 0:
-                await state.clock.sleep(state.config.limits.timeouts.call.last_words_seconds)
+                await state.clock.sleep(self._times.call.last_words_seconds)
         state.roles.drained()
         return status
 

@@ -8,6 +8,7 @@ A line has the time on the router's clock, what was asked (`PlacementQuery`), an
 token ids nor the names of tenants. If a write fails, the error is logged once and recording ends.
 The router continues."""
 
+import contextlib
 import logging
 from collections.abc import Mapping
 from pathlib import Path
@@ -48,7 +49,8 @@ class DecisionLog(NoRouterEvents):
             _log.warning("decision log %s: %s; recording stopped", self._path, error)
 
     def close(self) -> None:
-        self._file.close()
+        with contextlib.suppress(OSError):  # of a full disk, at which the last line is tried again
+            self._file.close()
 
     def __enter__(self) -> Self:
         return self

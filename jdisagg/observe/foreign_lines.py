@@ -1,9 +1,12 @@
 """Program that reads lines from stdin and writes each to stdout as one JSON object.
 
 The program must outlive the logging process to read its last lines. It therefore ignores signals to
-the process group, and ends at the end of its input."""
+the process group, and ends at the end of its input. On a full disk, lines are lost until there is
+room again."""
 
+import contextlib
 import json
+import os
 import re
 import signal
 import sys
@@ -44,7 +47,9 @@ def main(process: str, stream: str) -> None:
     for data in sys.stdin.buffer:
         for line in data.decode("utf-8", "replace").replace("\r", "\n").splitlines():
             if line.strip():
-                print(wrapped(line, process, time.time(), stream), flush=True)
+                text = f"{wrapped(line, process, time.time(), stream)}\n"
+                with contextlib.suppress(OSError):
+                    os.write(1, text.encode())
 
 
 if __name__ == "__main__":

@@ -68,12 +68,12 @@ class TextFormatter(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         fields = {name: value for name, value in vars(record).items() if name not in _STANDARD}
-        request = fields.pop("request_id", "")
+        request = _one_line(fields.pop("request_id", ""))
         at = f"{time.strftime('%H:%M:%S', time.localtime(record.created))}.{int(record.msecs):03d}"
         message = record.getMessage()
         words = [at, record.levelname, self._names, f"[{request}]" if request else "", message]
         line = " ".join(word for word in words if word) + "".join(
-            f"  {name}={_plain(value)}" for name, value in fields.items()
+            f"  {name}={_one_line(_plain(value))}" for name, value in fields.items()
         )
         if record.exc_info and record.exc_info[1] is not None:
             line += "\n" + self.formatException(record.exc_info)
@@ -152,6 +152,12 @@ def _through_reader(descriptor: int, process: str, name: str) -> int:
 def _utc(created: float) -> str:
     at = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(created))
     return f"{at}.{int(created % 1 * 1000):03d}Z"
+
+
+def _one_line(value: object) -> str:
+    """Escapes control characters, because clients choose ids: one with a line break would forge a
+    line of the log."""
+    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in str(value))
 
 
 def _plain(value: object) -> object:

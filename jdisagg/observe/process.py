@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator
 
-from jdisagg.config import ObserveConfig
+from jdisagg.config import ObserveConfig, ServiceConfig
 from jdisagg.errors import ConfigError
 from jdisagg.observe.metrics import OTHER_METRICS_PORT
 from jdisagg.observe.observer import Observer
@@ -19,10 +19,17 @@ from jdisagg.observe.tracing import otlp_processor
 from jdisagg.settings.address import listening_socket
 
 
-def check_ports(config: ObserveConfig, count: int = 1) -> None:
-    """Raises ConfigError if the metrics port, or one of the `count` - 1 ports after it, is in use
-    or does not exist. Does nothing if the metrics port is 0."""
+def check_ports(
+    config: ObserveConfig, count: int = 1, service: ServiceConfig | None = None
+) -> None:
+    """Raises ConfigError if the metrics port, or one of the `count` - 1 ports after it, is in use,
+    is a port of `service`, or does not exist. Does nothing if the metrics port is 0."""
     first = config.metrics_port
+    if first and service and first in (service.port, service.http_port):
+        raise ConfigError(
+            f"--metrics_port={first} is also the port of another API (--port, --http_port);"
+            f" {OTHER_METRICS_PORT}"
+        )
     if first and first + count > 1 << 16:
         raise ConfigError(
             f"--metrics_port={first}: the {count} processes use consecutive ports, the last of them"

@@ -53,5 +53,14 @@ class Reread(Generic[Value]):
         except ConfigError as error:
             log.warning("%s changed but cannot be used; the old value stays: %s", names, error)
 
-    def _changes(self) -> list[int]:
-        return [path.stat().st_mtime_ns if path.exists() else 0 for path in self._paths]
+    def _changes(self) -> list[tuple[int, ...]]:
+        return [_identity(path) for path in self._paths]
+
+
+def _identity(path: pathlib.Path) -> tuple[int, ...]:
+    """The time of change alone is not enough: some tools give all their files the same one."""
+    try:
+        found = path.stat()
+    except OSError:  # such as a file that is being replaced
+        return ()
+    return found.st_mtime_ns, found.st_ino, found.st_size

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jdisagg.clock import Clock
 from jdisagg.layout.mesh_card import KvEnd, MeshCard
 from jdisagg.messages.kv_plane import KvLink, KvMessage, Posted, Refused
+from jdisagg.settings.timeouts import DEFAULT_TIMEOUTS, TransferTimeouts
 from jdisagg.transfer.backend import Backend
 from jdisagg.transfer.channel import NO_STAMP, BlockStamp, Offered, Pull, PullTarget
 from jdisagg.transfer.kv_puller import KvPuller
@@ -73,8 +74,9 @@ class NegotiatedChannel:
         host: str = "127.0.0.1",
         transports: int = 4,
         memories: Memories = _NO_MEMORIES,
+        timeouts: TransferTimeouts = DEFAULT_TIMEOUTS.transfer,
     ) -> None:
-        options = EngineOptions(host, transports)
+        options = EngineOptions(host, transports, timeouts=timeouts)
         self._backends = memories.backends(options)
         self._sender = KvSender(clock, end, link, options, self._backends)
         self._puller = KvPuller(clock, link, options, self._backends)

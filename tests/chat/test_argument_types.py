@@ -38,6 +38,10 @@ TYPED = [
     ({"allOf": [{"type": "string"}, {"minLength": 1}]}, "5", "5"),
     ({"allOf": [{"$ref": "#/$defs/count"}], "description": "x"}, "5.0", 5),
     ({"allOf": [{"type": "number"}, {"type": "integer"}]}, "5.0", 5),
+    # integers of more digits than a float has
+    ({"type": "integer"}, "12345678901234567890.0", 12345678901234567890),
+    ({"type": "integer"}, "1e23", 10**23),
+    ({"type": "integer"}, '"+9007199254740993"', 9007199254740993),
     # constants
     ({"enum": ["1", "2"]}, "1", "1"),
     ({"enum": ["1", "2"]}, " 1 ", "1"),

@@ -1,6 +1,7 @@
 """A conversation's history is accepted as clients send it back, which is what a model wrote."""
 
 import json
+import tracemalloc
 
 import pytest
 
@@ -63,6 +64,18 @@ def test_an_object_may_be_cut_anywhere() -> None:
 )
 def test_arguments_of_any_depth_and_length_do_no_harm(text: str) -> None:
     assert isinstance(arguments_object(text), dict)
+
+
+def test_a_long_object_that_was_cut_is_not_copied_for_each_member() -> None:
+    text = '{"x": "' + "a" * 2_000_000 + '", "y": [' + "1, " * 20
+    tracemalloc.start()
+    try:
+        found = arguments_object(text)
+        _, peak_bytes = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert found["y"] == [1] * 20
+    assert peak_bytes < 5 * len(text)
 
 
 def test_a_template_that_requires_ids_gets_them() -> None:

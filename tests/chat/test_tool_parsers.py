@@ -348,6 +348,12 @@ def _deepseek(call: str) -> str:
             '<｜DSML｜parameter name="b" string="false">1</｜DSML｜parameter>\n</｜DSML｜invoke>',
             [["f", '{"a": "1", "b": 1}']],
         ),
+        (
+            "deepseek_v32",
+            '<｜DSML｜invoke name="f">\n<｜DSML｜parameter name="a" string="true">\nx\n'
+            "</｜DSML｜parameter>\n</｜DSML｜invoke>",
+            [["f", '{"a": "\\nx\\n"}']],
+        ),
         ("deepseek_v3", "<｜tool▁calls▁begin｜> no", []),
         ("glm45", "<tool_call>run</tool_call>", [["run", "{}"]]),
         ("glm45", "<tool_call>run\n<arg_key>a</arg_key><arg_value>NaN", [["run", '{"a": ']]),

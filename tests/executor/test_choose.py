@@ -17,7 +17,7 @@ from jdisagg.executor.slot_state import RowFormat
 from jdisagg.messages.step_commands import BROKEN_TOKEN, NO_TOKEN, STUCK_TOKEN, SampleSpec
 from jdisagg.model_api import Shards
 from jdisagg.ops.embedding import gather_logits
-from jdisagg.request import Grammar, GrammarKind, SamplingParams
+from jdisagg.request import INT32, MAX_SEED, Grammar, GrammarKind, SamplingParams
 
 ROWS, VOCABULARY = 12, 1001
 WORDS = -(-VOCABULARY // 32)
@@ -63,6 +63,13 @@ run = jax.jit(body)
 
 def tokens(rows: _Batch) -> list[int]:
     return np.asarray(run(rows).token).tolist()
+
+
+def test_the_largest_parameters_of_a_request_fit_into_a_row() -> None:
+    params = SamplingParams(INT32, 100.0, INT32, seed=MAX_SEED, min_tokens=INT32)
+    ints, floats = np.zeros(FORMAT.ints, np.int32), np.zeros(FORMAT.floats, np.float32)
+    FORMAT.pack(ints, floats, SampleSpec(0, params, min_position=9 + INT32))
+    assert FORMAT.shaping(ints[None], floats[None]).min_position == INT32
 
 
 def test_a_row_chooses_the_same_whatever_the_other_rows_ask_for() -> None:

@@ -58,6 +58,7 @@ AWKWARD = [
     "a\nline\tand /x/",
     "naïve 🐕",
     "%x",
+    "a\x7fb",
 ]
 
 

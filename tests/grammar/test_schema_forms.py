@@ -3,6 +3,7 @@ another form is enforced, and what cannot be enforced is refused."""
 
 import itertools
 import json
+import re
 from typing import Any
 
 import pytest
@@ -56,6 +57,17 @@ SCHEMAS: list[tuple[dict[str, Any], str, str]] = [
         {"items": {"$ref": "#/$defs/t", "nullable": True}, "type": "array", "$defs": {"t": TEXT}},
         '[null,"x"]',
         "[1",
+    ),
+    (
+        {
+            "type": "object",
+            "properties": {
+                "a": {"type": "array", "items": AB, "nullable": True},
+                "b": {"$ref": "#/properties/a/items"},
+            },
+        },
+        '{"a":null,"b":"a"}',
+        '{"b":n',
     ),
     ({**TEXT, "nullable": False}, '"x"', "n"),
     ({"$schema": "https://example.com/mine", **TEXT}, '"x"', "1"),
@@ -188,6 +200,42 @@ async def test_a_pattern_that_cannot_be_enforced_is_refused_by_path_and_reason(
     with pytest.raises(InvalidRequestError) as refused:
         await COMPILER.admit(Grammar(GrammarKind.JSON_SCHEMA, json.dumps(schema)), seconds(60))
     assert f"{path}: the pattern" in refused.value.message and reason in refused.value.message
+
+
+def test_a_bracket_within_a_class_is_a_character() -> None:
+    patterns = {
+        r"^[^[\]]$": ["x", "a", "&", "~"],
+        r"^[[x]$": ["[", "x"],
+        r"^[\[&&x]$": ["[", "x", "&"],
+        r"^[a[~~x]\]$": ["x]", "[]", "~]", "a]"],
+        r"^[[:alpha:]]$": ["x", "a"],
+    }
+    found: dict[str, list[str]] = {}
+    for pattern in patterns:
+        grammar = Grammar(GrammarKind.JSON_SCHEMA, json.dumps({**TEXT, "pattern": pattern}))
+        values = ("[", "]", "x", "a", "&", "~", "x]", "[]", "~]", "a]")
+        found[pattern] = [value for value in values if ends(grammar, json.dumps(value))]
+    assert found == patterns
+
+
+def test_a_class_without_quotes_and_backslashes_lets_none_through() -> None:
+    wrong = []
+    for pattern in (r"^[^\"\\]*$", r"[^\"]$", r'^[^-"]$', r"^[^\n\"\\x]+$", r"^\[[^\s:,\\]*\]$"):
+        text = Grammar(GrammarKind.JSON_SCHEMA, json.dumps({**TEXT, "pattern": pattern}))
+        named = {
+            "type": "object",
+            "patternProperties": {pattern: {}},
+            "additionalProperties": False,
+        }
+        name = Grammar(GrammarKind.JSON_SCHEMA, json.dumps(named))
+        for value in ('"', "\\", "-", "a", "\t", "é", 'a"', "a\\", '[a"]', "[a\\]", "[é]"):
+            fits, given = (
+                re.search(pattern, value) is not None,
+                json.dumps(value, ensure_ascii=False),
+            )
+            if (bool(ends(text, given)), bool(ends(name, f"{{{given}:1}}"))) != (fits, fits):
+                wrong.append((pattern, value))
+    assert not wrong
 
 
 def test_names_with_a_pattern_that_is_left_out_may_have_its_values() -> None:

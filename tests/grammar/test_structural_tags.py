@@ -61,6 +61,40 @@ MAY = once(stop_after_first=True)
 
 AGES = {"format": {"type": "tags_with_separator", "tags": [AGE_TAG], "separator": "; "}}
 
+FREE: dict[str, Any] = {"type": "any_text"}
+NAME: dict[str, Any] = {"type": "regex", "pattern": "[a-z<>/]+"}
+
+
+def tagged(content: dict[str, Any], end: str = "</a>") -> dict[str, Any]:
+    return {"type": "tag", "begin": "<a>", "content": content, "end": end}
+
+
+def joined(kind: str, *elements: dict[str, Any]) -> dict[str, Any]:
+    return {"type": kind, "elements": [*elements]}
+
+
+def constant(value: str) -> dict[str, Any]:
+    return {"type": "const_string", "value": value}
+
+
+OPEN_OR_AGE = {"type": "triggered_tags", "triggers": ["<age>"], "tags": [AGE_TAG]}
+# (what ends with "</a>" or "</a>!", an answer)
+ENDED: list[tuple[dict[str, Any], str]] = [
+    (tagged(joined("or", FREE, constant("q"))), "<a>x</a>"),
+    (tagged(joined("or", {"type": "json_schema", "json_schema": AGE}, FREE)), '<a>{"age":3}</a>'),
+    (tagged(joined("sequence", constant("x:"), FREE)), "<a>x:y</a>"),
+    (tagged(NAME), "<a>xy</a>"),
+    (tagged(OPEN_OR_AGE), "<a>so</a>"),
+    (tagged(OPEN_OR_AGE), '<a>so<age>{"age":3}</age>.</a>'),
+    (tagged(OPEN_OR_AGE | {"stop_after_first": True}), '<a>so<age>{"age":3}</age></a>'),
+    (tagged({**tagged(FREE, ""), "begin": "<b>"}), "<a><b>x</a>"),
+    (tagged({**tagged(FREE, "</b>"), "begin": "<b>"}), "<a><b>x</b></a>"),
+    (joined("sequence", NAME, constant("</a>")), "xy</a>"),
+    (joined("sequence", FREE, constant("</"), constant("a>")), "x y</a>"),
+    (joined("sequence", joined("or", constant("q"), FREE), constant("</a>")), "q</a>"),
+    (joined("sequence", joined("or", constant("b"), constant("b<")), constant("</a>")), "b</a>"),
+]
+
 # None: no answer begins like this; else whether one may end here.
 CASES: list[tuple[Any, str, bool | None]] = [
     (CALLS, "Hello.", True),
@@ -101,6 +135,19 @@ def test_a_trigger_obliges_and_free_text_is_free(
     assert ends(Grammar(GrammarKind.LARK, structural_lark(tag)), said) == may_end
 
 
+@pytest.mark.parametrize(("part", "said"), ENDED)
+def test_free_text_and_a_regex_end_where_the_text_after_them_is_complete(
+    part: dict[str, Any], said: str
+) -> None:
+    for format, whole in ((part, said), (joined("sequence", part, constant("!")), f"{said}!")):
+        grammar = Grammar(GrammarKind.LARK, structural_lark({"format": format}))
+        assert [ends(grammar, text) for text in (whole[:-1], whole, f"{whole}z")] == [
+            False,
+            True,
+            None,
+        ]
+
+
 @pytest.mark.parametrize("tag", [CALLS, THINKING, MUST, MAY])
 async def test_the_door_takes_it_for_a_grammar(tag: dict[str, object]) -> None:
     await COMPILER.admit(Grammar(GrammarKind.LARK, structural_lark(tag)), seconds(60))
@@ -117,6 +164,10 @@ async def test_the_door_takes_it_for_a_grammar(tag: dict[str, object]) -> None:
         ({"format": {"type": "regex"}}, "format.pattern must be a text"),
         (
             {"format": {"type": "sequence", "elements": [{"type": "any_text"}] * 2}},
+            r"format.elements\[0\] is free text before other elements",
+        ),
+        (
+            {"format": joined("sequence", joined("or", NAME, tagged(FREE, "")), NAME)},
             r"format.elements\[0\] is free text before other elements",
         ),
         ({"format": {"type": "json_schema"}}, "format.json_schema must be a JSON schema"),

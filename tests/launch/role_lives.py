@@ -16,7 +16,7 @@ from dataclasses import replace
 
 import jax
 
-from jdisagg.config import InstanceConfig, ModelConfig, ServiceConfig, WorkerConfig
+from jdisagg.config import InstanceConfig, LimitsConfig, ModelConfig, ServiceConfig, WorkerConfig
 from jdisagg.engine.replica import Loaded
 from jdisagg.errors import UnavailableError
 from jdisagg.executor.programs import Programs
@@ -79,6 +79,7 @@ async def worker(
     warm_up: bool = False,
     autotune_results: str = "",
     elastic: bool = False,
+    limits: LimitsConfig | None = None,
 ) -> AsyncIterator[Running]:
     port = free_ports("127.0.0.1", 1)[0]
     config = WorkerConfig(
@@ -92,6 +93,7 @@ async def worker(
             layer_groups=1,
         ),
         service=ServiceConfig(port=port, drain_seconds=5),
+        limits=limits or LimitsConfig(),
         warm_up=warm_up,
         compilation_cache="",
         autotune_results=autotune_results,

@@ -126,6 +126,16 @@ def test_http_is_served_on_port_8000_unless_a_flag_or_a_setting_changes_it(asked
     assert found == [8000, 7, None, 0]
 
 
+def test_a_recipe_switches_http_off_unless_the_flag_is_given(asked, tmp_path: Path) -> None:
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text("service: {http_port: null}")
+    found = [
+        asked(f"--config={recipe}", *given).engine.service.http_port
+        for given in ((), ("--http_port=8000",))
+    ]
+    assert found == [None, 8000]
+
+
 def test_the_routers_serve_the_name_that_a_flag_gives(asked, tmp_path: Path) -> None:
     made = plan(asked("--served_model_name=org/mine"), tmp_path)
     assert made.router_config(0).router.service.served_model_name == "org/mine"

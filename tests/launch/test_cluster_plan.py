@@ -103,6 +103,22 @@ def test_processes_of_an_instance_share_a_name_and_a_coordinator_that_is_new_at_
     assert len(coordinators[0]) == 1 and coordinators[0] != coordinators[1]
 
 
+@pytest.mark.parametrize(
+    ("ports", "metrics", "said"),
+    [
+        ("http_port=8701", 0, "--http_port=8701: port 8701 is needed twice"),
+        ("http_port=8000", 8698, "--port=8700: port 8700 is needed twice"),
+    ],
+)
+def test_ports_that_follow_each_other_into_the_same_one_are_refused(
+    tmp_path: Path, ports: str, metrics: int, said: str
+) -> None:
+    engine = set_by(config().engine, [f"service.{ports}"])
+    observe = ObserveConfig(metrics_port=metrics)
+    with pytest.raises(ConfigError, match=said):
+        plan_cluster(config(engine=engine, routers=2, observe=observe), tmp_path)
+
+
 def test_metrics_ports_follow_the_routers(tmp_path: Path):
     plan = plan_cluster(config(observe=ObserveConfig(metrics_port=9100)), tmp_path)
     ports = [plan.router_config(0), *workers(plan)]

@@ -12,9 +12,11 @@ from launch.notebook_server import start_server
 from tests.time_scale import seconds
 
 SERVES = """
-import os, signal, sys, time
+import signal, sys
+from jdisagg.observe.foreign_lines import wrapped
 print("compiled 1 of 2 programs", file=sys.stderr, flush=True)
-print("jdisagg serves", sys.argv[1], "(unified) on 127.0.0.1:1 and http://127.0.0.1:2", flush=True)
+line = f"jdisagg serves {sys.argv[1]} (unified) on 127.0.0.1:1 and http://127.0.0.1:2"
+print(wrapped(line, "serve", 0.0) if sys.argv[2] == "json" else line, flush=True)
 signal.pause()
 """
 REFUSES = "import sys; sys.exit('error: ' + sys.argv[1] + ' is no layout')"
@@ -25,12 +27,14 @@ def program(text: str) -> tuple[str, ...]:
     return (sys.executable, "-c", text)
 
 
-async def test_it_is_there_when_it_serves_and_gone_when_it_was_stopped() -> None:
-    server = await start_server("llama", program=program(SERVES), seconds=seconds(60))
+@pytest.mark.parametrize("log_format", ["text", "json"])
+async def test_it_is_there_when_it_serves_and_gone_when_it_was_stopped(log_format: str) -> None:
+    asked = ("my llama", log_format)
+    server = await start_server(*asked, program=program(SERVES), seconds=seconds(60))
     assert (server.url, server.target, server.model) == (
         "http://127.0.0.1:2",
         "127.0.0.1:1",
-        "llama",
+        "my llama",
     )
     os.kill(server._process.pid, 0)
     await server.stop()

@@ -8,6 +8,7 @@ import pytest
 from jdisagg.errors import ConfigError
 from jdisagg.executor.program_cache import use_compilation_cache
 from jdisagg.node.cluster_log import ClusterLog
+from jdisagg.observe.decision_log import DecisionLog
 from jdisagg.supervisor.supervisor import EXIT_CONFIG
 from tests.launch.script_ends import not_refused
 
@@ -55,6 +56,13 @@ def test_a_clusters_log_goes_on_when_the_disk_of_its_files_is_full_and_again_has
     assert [*lines[:1], *lines[2:]] == ["one", "two", "three", "four"]
     assert lines[1].startswith("lines of log files are lost: prefill-0.log: [Errno 28] No space")
     assert "three" in (tmp_path / "decode-0.log").read_text() and "four" in file.read_text()
+
+
+@pytest.mark.skipif(not FULL.exists(), reason="/dev/full")
+def test_a_decision_log_on_a_full_disk_ends_without_an_error() -> None:
+    with DecisionLog(str(FULL)) as log:
+        log.answered({}, 0.0, {})  # type: ignore[arg-type]
+        assert log.failed
 
 
 def test_a_router_that_could_not_write_down_what_it_should_does_not_listen(nowhere: str) -> None:

@@ -17,7 +17,7 @@ import pytest
 
 from jdisagg.assembly import WorkerHost
 from jdisagg.clock import MonotonicClock
-from jdisagg.config import WorkerConfig
+from jdisagg.config import LimitsConfig, WorkerConfig
 from jdisagg.dispatch.ids import random_id
 from jdisagg.engine.replica import Loaded, Replica
 from jdisagg.errors import (
@@ -34,8 +34,11 @@ from jdisagg.messages.roles import SwitchCall, SwitchState
 from jdisagg.messages.worker_status import WorkerRole
 from jdisagg.model_api import Device
 from jdisagg.node.role_state import Role, RoleState, fixed_because
+from jdisagg.service.internal.registry import RegistryClient
 from jdisagg.service.internal.remote_ports import RemoteWorker
+from jdisagg.settings.timeouts import Timeouts
 from jdisagg.supervisor.supervisor import EXIT_BROKEN
+from jdisagg.transfer.transfer_engine import EngineOptions
 from jdisagg.worker.mesh_worker import WorkerContext
 from tests import time_scale
 from tests.fakes.fake_executor import toy_limits
@@ -251,3 +254,25 @@ async def test_a_signal_between_two_lives_ends_the_process() -> None:
         await running.port.switch_role(SwitchCall(7, DECODE, Layout(dp=2)))
         await asyncio.wait({running.task}, timeout=time_scale.seconds(30))
         assert running.task.result() == 0
+
+
+@pytest.mark.ci
+async def test_a_worker_waits_as_long_as_it_is_configured_to(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    waits: list[object] = []
+    register, engine = RegistryClient.__init__, EngineOptions.__post_init__
+
+    def registers(client: RegistryClient, *given: object, **named: object) -> None:
+        register(client, *given, **named)  # type: ignore[arg-type]
+        waits.append(client._timeouts)
+
+    def transfers(options: EngineOptions) -> None:
+        engine(options)
+        waits.append(options.timeouts)
+
+    monkeypatch.setattr(RegistryClient, "__init__", registers)
+    monkeypatch.setattr(EngineOptions, "__post_init__", transfers)
+    times = Timeouts().scaled(2.0)
+    async with worker(layout="tp=1", limits=LimitsConfig(timeouts=times)):
+        assert waits == [times.transfer, times.membership]

@@ -10,6 +10,7 @@ from pathlib import Path
 import openai
 import pytest
 
+from launch.run_batch import base_url
 from tests import time_scale
 from tests.service.batch_requests import line, text_of, written
 from tests.service.http_doors import CHATS, http_door
@@ -133,3 +134,9 @@ async def test_what_cannot_be_run_is_refused_before_anything_is_sent(tmp_path: P
             _, told = await process.communicate()
             assert process.returncode != 0 and words in told
         assert not door.path.requests
+
+
+def test_an_authority_switches_to_tls_unless_the_target_is_a_url() -> None:
+    assert base_url("localhost:8000", tls=True) == "https://localhost:8000"
+    assert base_url("localhost:8000", tls=False) == "http://localhost:8000"
+    assert base_url("http://localhost:8000/v1/", tls=True) == "http://localhost:8000"

@@ -1,6 +1,7 @@
 """Logits with a LoRA adapter against PEFT, which merges it into the checkpoint
 (tests/golden/make_adapters.py)."""
 
+import json
 from pathlib import Path
 
 import jax
@@ -8,12 +9,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from safetensors.numpy import load_file, save_file
 
 from jdisagg.layout.axes import Layout
 from jdisagg.model_api import AdapterRows, AdapterSize, Shards
 from jdisagg.ops.dense_attention import dense_causal_attend
-from models.checkpoint import load_model
-from models.decoder import Decoder
+from models.adapters import read_adapter
+from models.checkpoint import load_config, load_model
+from models.decoder import Decoder, abstract_model
 from models.linear import AdapterStack
 from tests.golden.arrays import arrays_of
 from tests.lanes import first_quick
@@ -72,3 +75,20 @@ def test_logits_equal_those_of_the_merged_checkpoint(name: str) -> None:
     nobody = AdapterRows(jnp.zeros(count, jnp.int32))
     base_TV = model(tokens_T, at_T, dense_causal_attend, Shards(adapters=nobody))
     np.testing.assert_array_equal(np.asarray(base_TV), plain_TV)
+
+
+def test_patterns_refer_to_the_names_in_the_files(tmp_path: Path) -> None:
+    module = "model.language_model.layers.0.self_attn.q_proj"  # served as model.layers.0...
+    matrix = load_file(GOLDEN / "qwen3_vl" / "model.safetensors")[f"{module}.weight"]
+    factors = {"A": np.ones((4, matrix.shape[1])), "B": np.ones((matrix.shape[0], 4))}
+    tensors = {
+        f"base_model.model.{module}.lora_{key}.weight": each.astype(np.float32)
+        for key, each in factors.items()
+    }
+    save_file(tensors, tmp_path / "adapter_model.safetensors")
+    config = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": 8, "lora_alpha": 8}
+    config |= {"rank_pattern": {module: 4}, "alpha_pattern": {r".*language_model.*q_proj": 12}}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config))
+    model = abstract_model(load_config(GOLDEN / "qwen3_vl"))
+    (pair,) = read_adapter(tmp_path, AdapterSize(SLOTS, RANK), model).layers[0].values()
+    np.testing.assert_array_equal(pair[1], 12 / 4)

@@ -266,6 +266,7 @@ OWN_RULES: dict[str, tuple[Mapping[str, object], tuple[tuple[str, object], ...]]
     "llama": (
         {},
         (
+            ("rope_scaling", [1]),
             ("rope_scaling", {"rope_type": "linear"}),
             ("rope_scaling", {"rope_type": "linear", "factor": 0}),
             ("rope_scaling", {"rope_type": "linear", "factor": "2"}),
@@ -293,6 +294,7 @@ OWN_RULES: dict[str, tuple[Mapping[str, object], tuple[tuple[str, object], ...]]
             ("layer_types", ["chunked_attention"] * 4),
         ),
     ),
+    "olmo3": ({}, (("rope_parameters", {"full_attention": {}, "sliding_attention": 3}),)),
     "qwen3_moe": (
         {"num_experts": 8, "num_experts_per_tok": 2},
         (("num_experts_per_tok", 9), ("mlp_only_layers", "1")),

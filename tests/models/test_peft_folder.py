@@ -107,6 +107,18 @@ def test_tensors_that_are_no_factors_of_matrices_are_refused_by_name(folder: Pat
         read_factors(folder)
 
 
+@pytest.mark.parametrize("broken", [np.nan, np.inf])
+def test_factors_that_are_not_finite_are_refused(folder: Path, broken: float) -> None:
+    path = folder / "adapter_model.safetensors"
+    tensors = load_file(path)
+    for name, factor in tensors.items():
+        changed = factor.copy()
+        changed[-1, -1] = broken
+        save_file({**tensors, name: changed}, path)
+        with pytest.raises(InvalidRequestError, match="'model.layers.* not finite"):
+            check_adapter(str(folder))
+
+
 def test_the_digest_is_that_of_the_content_wherever_it_lies(folder: Path, tmp_path: Path) -> None:
     again = write_adapter(tmp_path / "again", LLAMA, 1, modules=("q_proj",))
     other = write_adapter(tmp_path / "other", LLAMA, 2, modules=("q_proj",))

@@ -7,11 +7,15 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from jdisagg.errors import ConfigError
+from jdisagg.observe import foreign_lines
 from jdisagg.observe.logs import OURS, configure_logging
+
+FULL = Path("/dev/full")
 
 
 @pytest.fixture
@@ -80,6 +84,12 @@ def test_text_names_process_request_and_fields(root: logging.Logger) -> None:
     assert "WARNING decode-0/decode [r1] pull failed  offer=7" in text
 
 
+def test_an_id_that_a_client_chose_forges_no_line(root: logging.Logger) -> None:
+    chosen = {"request_id": "a\n12:00:00 ERROR", "session": "b\x1b[2J é"}
+    (line,) = logged("text", "ended", extra=chosen).splitlines()
+    assert line.endswith(r"[a\n12:00:00 ERROR] ended  session=b\x1b[2J é")
+
+
 def test_other_handlers_go(root: logging.Logger) -> None:
     logging.getLogger().addHandler(logging.NullHandler())
     handler = configure_logging("json", "p", stream=io.StringIO())
@@ -134,3 +144,13 @@ def test_whatever_a_process_writes_is_json_its_last_words_too() -> None:
     assert (out["message"], out["logger"], out["level"]) == ("ready", "stdout", "INFO")
     assert messages["error: it broke"]["level"] == "ERROR"
     assert {"printed", "compiling:   3%|", "compiling:  90%|", "last words"} <= set(messages)
+
+
+@pytest.mark.skipif(not FULL.exists(), reason="/dev/full")
+def test_what_turns_lines_into_json_outlives_a_full_disk() -> None:
+    with FULL.open("w") as full:
+        command = [sys.executable, "-I", "-S", foreign_lines.__file__, "p", "stderr"]
+        ended = subprocess.run(
+            command, input=b"one\ntwo\n", stdout=full, stderr=subprocess.PIPE, check=False
+        )
+    assert (ended.returncode, ended.stderr) == (0, b"")

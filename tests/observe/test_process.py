@@ -57,6 +57,11 @@ def test_metrics_ports_that_do_not_exist_are_refused_with_the_flag() -> None:
         check_ports(ObserveConfig(metrics_port=65534), 3)
 
 
+def test_a_metrics_port_that_another_api_has_is_refused_before_one_of_them_listens() -> None:
+    with pytest.raises(ConfigError, match="--metrics_port=8000 is also the port of another API"):
+        check_ports(ObserveConfig(metrics_port=8000), service=ServiceConfig(http_port=8000))
+
+
 async def test_readiness_and_the_age_of_canaries_are_exported() -> None:
     now, canary, observer = 100.0, Canary(10.0), Observer("router")
     canary.know([Pair("p0", "d0"), Pair("p1", "d0")])

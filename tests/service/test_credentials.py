@@ -290,6 +290,33 @@ def test_a_file_that_becomes_unreadable_leaves_what_was_read(
     assert latest() == ("second",)
 
 
+def test_a_file_that_is_replaced_is_read_again_whatever_time_it_has_and_may_be_missing_meanwhile(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reread, "LOOK_SECONDS", 0.0)
+    file, new = tmp_path / "tokens", tmp_path / "new"
+    for path, token in ((file, "first"), (new, "other")):
+        path.write_text(token)
+        os.utime(path, ns=(1, 1))
+    latest = reread.Reread((str(file),), lambda: read_tokens(str(file)))
+    monkeypatch.setattr(pathlib.Path, "exists", lambda path: True)  # it was, a moment ago
+    file.unlink()
+    assert latest() == ("first",)
+    new.rename(file)
+    assert latest() == ("other",)
+
+
+def test_a_client_sends_the_first_token_of_the_servers_file_without_its_limits(
+    tmp_path: pathlib.Path,
+) -> None:
+    file = tmp_path / "tokens"
+    file.write_text("\n new secret tenant=a streams=2\nold\n")
+    assert Credentials.load(token=str(file)).token == read_tokens(str(file))[0] == "new secret"
+    file.write_text("\n")
+    with pytest.raises(ConfigError, match="tokens' has no token"):
+        Credentials.load(token=str(file))
+
+
 def test_a_certificate_that_is_not_for_the_workers_host_is_refused_at_the_start(
     ours: CertificateFiles,
 ) -> None:

@@ -322,3 +322,50 @@ async def test_a_worker_that_cannot_take_the_last_weights_is_tried_again_ever_mo
         if any(isinstance(call, StageCall) for call in served.prefill.calls):
             tries.append(second)
     assert tries == [0, 2, 6, 14]
+
+
+async def test_a_router_leaves_workers_alone_that_another_router_has_updated_since(
+    served: Served,
+) -> None:
+    first, clock = watching(served)
+    second, _ = watching(served)
+    await first.update("/one", "1")
+    await second.update("/two", "2")
+    for second_of_clock in (0.0, 60.0):
+        clock.seconds = second_of_clock
+        await first.catch_up()
+        assert served.prefill.weights == served.decode.weights == "2@f00/two"
+    await first.update("/one", "1")
+    served.prefill.weights = ""  # it was restarted
+    await first.catch_up()
+    assert served.prefill.weights == "1@f00/one", "the last update is the first router's again"
+
+
+async def test_a_late_worker_that_fails_to_commit_reads_the_weights_again_only_after_a_wait(
+    served: Served,
+) -> None:
+    control, _ = watching(served)
+    await control.update("/one", "1")
+    served.prefill.weights, served.prefill.dies = "", True
+    served.prefill.calls.clear()
+    for _ in range(3):
+        await control.catch_up()
+    assert sum(isinstance(call, StageCall) for call in served.prefill.calls) == 1
+
+
+async def test_a_late_worker_that_leaves_while_another_one_reads_does_not_end_the_catching_up(
+    served: Served,
+) -> None:
+    control, _ = watching(served)
+    await control.update("/one", "1")
+    served.prefill.weights = served.decode.weights = ""
+    ports, stage = served.path.cluster.weights, served.decode.stage_weights
+    assert isinstance(ports, dict)
+
+    async def alone(call: StageCall) -> StagedWeights:
+        ports.pop("p", None)
+        return await stage(call)
+
+    served.decode.stage_weights = alone
+    await control.catch_up()
+    assert served.decode.weights == "1@f00/one"

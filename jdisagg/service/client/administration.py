@@ -76,12 +76,15 @@ class Administration:
     ) -> None:
         self._credentials = replace(credentials, token=token) if token else credentials
         scheme = "https" if credentials.tls else "http"
-        url = urlsplit(target if "://" in target else f"{scheme}://{target}")
-        if url.scheme not in ("http", "https") or not url.hostname:
+        try:
+            url = urlsplit(target if "://" in target else f"{scheme}://{target}")
+            if url.scheme not in ("http", "https") or not url.hostname or url.port == 0:
+                raise ValueError("no URL of a server")
+        except ValueError:  # also for a port above 65535
             raise ConfigError(
                 f"target must be the URL or host:port of an HTTP API, got {target!r}; give one such"
                 " as localhost:8000 (--http_port of the server)"
-            )
+            ) from None
         self._url, self._timeout_seconds = url, timeout_seconds
 
     def update_weights(
@@ -224,7 +227,9 @@ class _Tls(http.client.HTTPSConnection):
     def __init__(
         self, host: str, port: int | None, seconds: float, credentials: Credentials
     ) -> None:
-        context = ssl.create_default_context(cadata=credentials.authority.decode() or None)
+        # Bundles of authorities have comments in any language, which ssl does not take.
+        authority = credentials.authority.decode("ascii", "ignore")
+        context = ssl.create_default_context(cadata=authority or None)
         if credentials.certificate:
             with tempfile.NamedTemporaryFile() as file:  # ssl reads certificates from files only
                 file.write(credentials.certificate + b"\n" + credentials.key)

@@ -23,6 +23,7 @@ from jdisagg.errors import ConfigError, JdisaggError, UnavailableError
 from jdisagg.messages.packed import protocol_text
 from jdisagg.messages.spans import WireStatus
 from jdisagg.messages.trace_context import outgoing
+from jdisagg.service.bearer import token_of
 from jdisagg.service.grpc import wire
 from jdisagg.service.grpc_life import keep_grpc_alive
 from jdisagg.settings.address import canonical
@@ -104,14 +105,15 @@ class Credentials:
         token: str = "",
         server_name: str = "",
     ) -> "Credentials":
-        """Reads credentials from files. TLS is on if an authority or a certificate is given. Raises
-        ConfigError for an invalid file."""
+        """Reads credentials from files. TLS is on if an authority or a certificate is given.
+        `token`: token file of the server, whose first token is sent. Raises ConfigError for an
+        invalid file."""
         return cls(
             tls=bool(authority or certificate),
             authority=read_pem("credentials: authority", authority),
             certificate=read_pem("credentials: certificate", certificate),
             key=read_pem("credentials: key", key, "PRIVATE KEY"),
-            token=read_secret(token).decode("utf-8", "replace").strip(),
+            token=first_token(token),
             server_name=server_name,
         )
 
@@ -174,6 +176,15 @@ def _check_pem(subject: str, data: bytes, kind: str) -> None:
             f"{subject} has no {kind} block in PEM form, but"
             f" {', '.join(found[:4]) or 'no block at all'}; give another"
         )
+
+
+def first_token(path: str) -> str:
+    """Returns the first token of a server's token file, or "" if `path` is empty. Raises
+    ConfigError if the file is unreadable or has no token."""
+    lines = read_secret(path).decode("utf-8", "replace").strip().splitlines()
+    if path and not lines:
+        raise ConfigError(f"token file {path!r} has no token; write one per line")
+    return token_of(lines[0].strip()) if lines else ""
 
 
 def read_secret(path: str) -> bytes:

@@ -7,6 +7,7 @@ import os
 import pathlib
 import shutil
 import ssl
+from dataclasses import replace
 
 import pytest
 
@@ -60,6 +61,10 @@ async def test_clients_show_a_certificate_where_it_is_asked_for(
             door.url.replace("http", "https"), credentials=ours.credentials(True)
         )
         assert await asyncio.to_thread(admin.reset_cache) == 7
+        given = ours.credentials(True)
+        commented = replace(given, authority="# Főtanúsítvány\n".encode() + given.authority)
+        admin = Administration(f"127.0.0.1:{door.port}", credentials=commented)
+        assert await asyncio.to_thread(admin.reset_cache) == 7
         stranger = Administration(f"127.0.0.1:{door.port}", credentials=theirs.credentials(True))
         with pytest.raises(UnavailableError, match="--authority"):
             await asyncio.to_thread(stranger.reset_cache)
@@ -98,3 +103,9 @@ async def test_files_that_do_not_belong_together_are_refused(
     with pytest.raises(ConfigError, match="service.tls"):
         async with http_door(service=mixed.service()):
             pass
+
+
+@pytest.mark.parametrize("target", ["localhost:99999", "localhost:x", "http://[::1", "a:0", ""])
+def test_a_target_that_is_no_address_is_refused_at_once(target: str) -> None:
+    with pytest.raises(ConfigError, match="target must be the URL or host:port of an HTTP API"):
+        Administration(target)
