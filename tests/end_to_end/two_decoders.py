@@ -6,6 +6,8 @@ from dataclasses import replace
 
 from jdisagg.assembly import Crash, Crashable, Worker
 from jdisagg.config import EngineConfig
+from jdisagg.costs.hardware import accelerator
+from jdisagg.costs.speeds import ASSUMED
 from jdisagg.dispatch.request_context import ClusterPorts
 from jdisagg.dispatch.token_stream import Detokenizer
 from jdisagg.engine.embedded import EmbeddedCluster
@@ -14,6 +16,7 @@ from jdisagg.grammar.compiler import GrammarCompiler
 from jdisagg.layout.axes import Layout
 from jdisagg.messages.worker_status import WorkerRole
 from jdisagg.request import Request
+from jdisagg.router.cluster_state import Description
 from tests import time_scale
 from tests.end_to_end.clusters import MOST_ROUNDS, Running, assert_all_free
 from tests.fakes.cluster import Collected
@@ -22,11 +25,9 @@ from tests.shapes import PATIENT
 SECOND = "second"
 
 
-def described(config: EngineConfig) -> EngineConfig:
-    """With known hardware: the first measured hand-offs, for which programs compile, would keep
-    requests away from a mesh for minutes."""
-    prefill, decode = (replace(one, hardware="h100") for one in (config.prefill, config.decode))
-    return replace(config, prefill=prefill, decode=decode)
+# With known hardware: the first measured hand-offs, for which programs compile, would keep requests
+# away from a mesh for minutes.
+DESCRIBED = Description(kind=replace(ASSUMED, hardware=accelerator("h100")))
 
 
 class TwoDecoders(EmbeddedCluster):
@@ -38,7 +39,8 @@ class TwoDecoders(EmbeddedCluster):
     ) -> None:
         self._load = load, devices[-1:]
         self.crash = Crash()
-        super().__init__(described(config), load, detokenizer, devices[:-1])
+        super().__init__(config, load, detokenizer, devices[:-1])
+        self.describe({worker.name: DESCRIBED for worker in self._workers})
 
     def _between(self, worker: Worker, caller: Worker | None) -> list[object]:
         ends = {worker.name, caller.name} if caller else {worker.name}
