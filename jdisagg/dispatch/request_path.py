@@ -286,7 +286,7 @@ class RequestPath:
         finally:
             run.placing -= 1
         chosen = placement.decision
-        if blind & chosen.workers:
+        if blind and blind & chosen.workers:
             placement.end(set())
             raise InvalidRequestError(
                 "images: no workers read images of this model: it has no vision encoder that is"

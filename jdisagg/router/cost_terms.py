@@ -258,8 +258,10 @@ def _step_seconds(
     sequences = np.maximum(sequences, table["most_sequences"])
     contexts = np.maximum(contexts, table["most_contexts"])
     # More sequences than slots wait for a slot, and are in no step.
-    stepped = np.minimum(1.0, np.maximum(1.0, table["slots"] / ranks) / sequences)
-    sequences, contexts = stepped * sequences, stepped * contexts
+    slots = _each(table["slots"], ranks)
+    if np.count_nonzero(sequences > slots):
+        stepped = np.minimum(1.0, np.maximum(1.0, slots) / sequences)
+        sequences, contexts = stepped * sequences, stepped * contexts
     if side.speed is not None and len(sequences):
         return side.speed.step_seconds(sequences, contexts)
     step = np.empty(len(sequences))

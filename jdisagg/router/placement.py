@@ -102,7 +102,7 @@ def decide(
     decision = _choose(state, weighed, decodes, query, policy)
     if decision.prefill is None:
         decision = _with_source(state, decision, prefills, decodes, query, policy)
-    if again := sorted(query.session_workers & decision.workers):
+    if query.session_workers and (again := sorted(query.session_workers & decision.workers)):
         reason = f"{decision.reason}; the session's last turn was on {' and '.join(again)}"
         decision = replace(decision, reason=reason)
     # Assumed times can rank workers. They neither refuse nor defer a request.

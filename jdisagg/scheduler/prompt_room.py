@@ -93,6 +93,8 @@ class StateSlots:
         return self._ledgers[rank].free_pages
 
     def free_by_rank(self) -> tuple[int, ...]:
+        if not self.on:
+            return self.by_rank
         return tuple([ledger.free_pages for ledger in self._ledgers])
 
     def take(self, rank: int, owner: int) -> None:
