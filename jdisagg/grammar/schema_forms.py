@@ -45,10 +45,9 @@ _OF_NUMBERS = ("const", "enum", *_BOUNDS, "exclusiveMinimum", "exclusiveMaximum"
     for what in ("Length", "Items", "Properties", "Contains")
     for least in ("min", "max")
 )
-_CLASS = re.compile(r"(\\.)|\[(\^?)((?:\\.|[^\]\\])+)\]")  # an escape, or a class such as [^"]
-_SPECIAL = re.compile(
-    r"(\\.)|(\[(?!:)|&(?=&)|~(?=~))"
-)  # an escape, or Rust's syntax of nested classes
+# An escape, or a class such as [^"]; within a class, an escape, or Rust's syntax of nested classes.
+_CLASS = re.compile(r"(\\.)|\[(\^?)((?:\\.|[^\]\\])+)\]")
+_SPECIAL = re.compile(r"(\\.)|(\[(?!:)|&(?=&)|~(?=~))")
 _LARGEST = 2**53
 MOST_CHARACTERS = 512
 # Values with which a keyword has no effect.

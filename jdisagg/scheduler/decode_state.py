@@ -165,6 +165,10 @@ class DecodeState:
         news, self.news = self.news, []
         return news
 
+    def take_cut(self) -> list[int]:
+        cut, self.cut = self.cut, []
+        return cut
+
     def cover(self, group: SequenceGroup, tokens: int) -> tuple[int, ...] | None:
         """Returns the pages for positions [0, tokens) of a group, or None if too few pages are
         free. Reserves more pages if needed, because a migrated sequence may have grown on its

@@ -360,7 +360,7 @@ class Scheduler:
         if state.news:
             turn.news = state.take_news()
         if state.cut:
-            turn.cut, state.cut = state.cut, []
+            turn.cut = state.take_cut()
         return turn
 
     def _forget_ended(self) -> None:

@@ -35,7 +35,7 @@ from jdisagg.service.internal.connection import (
     MAX_MESSAGE_BYTES,
     Credentials,
     read_pem,
-    read_secret,
+    token_lines,
 )
 from jdisagg.service.reread import Reread
 from jdisagg.settings.address import listening_socket
@@ -269,15 +269,7 @@ def read_clients(path: str) -> tuple[str, ...]:
     """Returns the lines of a token file, each with a token and optionally its tenant and limits
     (`service/bearer.py`). Returns an empty tuple if `path` is empty. Raises ConfigError as
     `read_tokens`."""
-    if not path:
-        return ()
-    tokens = tuple(
-        line.strip()
-        for line in read_secret(path).decode("utf-8", "replace").splitlines()
-        if line.strip()
-    )
-    if not tokens:
-        raise ConfigError(f"token file {path!r} has no token; write one per line")
+    tokens = token_lines(path)
     for number, line in enumerate(tokens, 1):
         try:
             token_of(line)

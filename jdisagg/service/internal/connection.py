@@ -181,10 +181,20 @@ def _check_pem(subject: str, data: bytes, kind: str) -> None:
 def first_token(path: str) -> str:
     """Returns the first token of a server's token file, or "" if `path` is empty. Raises
     ConfigError if the file is unreadable or has no token."""
-    lines = read_secret(path).decode("utf-8", "replace").strip().splitlines()
-    if path and not lines:
+    lines = token_lines(path)
+    return token_of(lines[0]) if lines else ""
+
+
+def token_lines(path: str) -> tuple[str, ...]:
+    """Returns the lines of a token file, or an empty tuple if `path` is empty. Raises ConfigError
+    if the file is unreadable or has no line."""
+    if not path:
+        return ()
+    text = read_secret(path).decode("utf-8", "replace")
+    lines = tuple(line.strip() for line in text.splitlines() if line.strip())
+    if not lines:
         raise ConfigError(f"token file {path!r} has no token; write one per line")
-    return token_of(lines[0].strip()) if lines else ""
+    return lines
 
 
 def read_secret(path: str) -> bytes:
